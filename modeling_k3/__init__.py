@@ -1,0 +1,46 @@
+"""Kimi K3 for transformers. `import modeling_k3` registers the architecture with the library's Auto classes.
+
+Dimension legend, used in docstrings, einsum strings, comments and test ids:
+
+    B batch          T tokens           S cached tokens     D hidden           H heads
+    K key dim        V value dim        C chunk             L sources in depth
+    N experts        E latent width     F expert width      R experts per token (top-k)
+
+(Where logits are meant, V is the vocabulary.)
+"""
+
+import importlib
+import os
+import sys
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "K3Config": "configuration_k3",
+    "K3Cache": "cache",
+    "K3Model": "modeling_k3",
+    "K3PreTrainedModel": "modeling_k3",
+    "K3ForCausalLM": "modeling_k3",
+    "K3ForSequenceClassification": "classification",
+    "K3ForTokenClassification": "classification",
+    "chunk_kda": "kda_ops",
+    "recurrent_kda": "kda_ops",
+    "mix_residuals": "attn_res",
+    "register": "registration",
+}
+__all__ = ["__version__", *_HOME]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+# The `k3` command registers when a subcommand needs a model: its --help does not wait for torch.
+if os.path.basename(sys.argv[0] if sys.argv else "") not in ("k3", "k3.exe"):
+    __getattr__("register")()

@@ -1,0 +1,327 @@
+"""The K3 model: a decoder whose layers read a mixture over depth, with KDA or gated MLA, dense MLP or LatentMoE."""
+
+import math
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+from transformers.cache_utils import DynamicCache
+from transformers.generation import GenerationConfig, GenerationMixin
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import PreTrainedModel, slice_logits_to_keep
+from transformers.utils import can_return_tuple
+from transformers.utils.deprecation import deprecate_kwarg
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import OutputRecorder, capture_outputs
+
+from .attn_res import K3KeyRMSNorm, K3PseudoQuery
+from .cache import K3Cache
+from .checkpoint import VISION_TENSORS, check_loaded, register_conversions
+from .configuration_k3 import K3Config
+from .experts import K3Experts
+from .kda import K3DeltaAttention
+from .latent_moe import K3LatentMoE, K3Router
+from .masks import check_cache, check_inputs, check_positions, full_attention_mask, padding_mask
+from .mla import K3MLAttention
+from .mlp import K3MLP
+from .norms import K3RMSNorm
+from .outputs import K3CausalLMOutput, K3ModelOutput
+from .precision import KEEP_IN_FP32
+from .short_conv import K3ShortConvolution
+
+register_conversions()
+
+
+class K3DecoderLayer(GradientCheckpointingLayer):
+    """One layer of the AttnRes stream. B = finished block sums, p = running sum of the open block.
+
+        h = mix(B + [p])     a layer that starts a block then appends p to B and restarts the sum
+        p = p + attention(input_layernorm(h))
+        h = mix(B + [p])
+        p = p + feed_forward(post_attention_layernorm(h))
+
+    Without AttnRes h = p everywhere, which is the usual pre-norm residual stream.
+    Source: arXiv 2607.24653 section 2.2, released `KimiDecoderLayer`.
+    """
+
+    def __init__(self, config: K3Config, layer_idx: int) -> None:
+        super().__init__()
+        self.layer_idx, self.eps = layer_idx, config.rms_norm_eps
+        is_linear = config.layer_types[layer_idx] == "linear_attention"
+        self.is_linear = is_linear
+        self.self_attn = K3DeltaAttention(config, layer_idx) if is_linear else K3MLAttention(config, layer_idx)
+        self.is_sparse = config.mlp_layer_types[layer_idx] == "sparse"
+        if self.is_sparse:
+            self.block_sparse_moe = K3LatentMoE(config)
+        else:
+            self.mlp = K3MLP(config, config.intermediate_size)
+        self.input_layernorm = K3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = K3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.has_attn_res = config.attn_res_block_size is not None
+        self.starts_block = self.has_attn_res and layer_idx % config.attn_res_block_size == 0
+        if self.has_attn_res:
+            self.self_attention_res_norm = K3KeyRMSNorm(config.hidden_size)
+            self.self_attention_res_proj = K3PseudoQuery(config.hidden_size)
+            self.mlp_res_norm = K3KeyRMSNorm(config.hidden_size)
+            self.mlp_res_proj = K3PseudoQuery(config.hidden_size)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *blocks: Tensor,
+        attention_mask: Tensor | None = None,
+        padding_mask: Tensor | None = None,
+        cache: K3Cache | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Return the running sum [B, T, D] after this layer.
+
+        Args:
+            hidden_states: p [B, T, D].
+            blocks: the finished block sums, each [B, T, D]; positional and flat, so that both kinds of gradient
+                checkpointing see them. Never changed here: the model appends p where a block starts.
+            attention_mask: for MLA, in the form its implementation expects.
+            padding_mask: [B, T] bool, False at padding; None: no padding.
+            cache: continued and updated.
+        """
+        p = hidden_states
+        h = p
+        if self.has_attn_res:
+            h, _ = self.self_attention_res_proj([*blocks, p], self.self_attention_res_norm(), eps=self.eps)
+        masks = {"attention_mask": padding_mask if self.is_linear else attention_mask, "padding_mask": padding_mask}
+        a, _ = self.self_attn(self.input_layernorm(h), cache=cache, **masks, **kwargs)
+        if self.starts_block:
+            blocks, p = (*blocks, p), a
+        else:
+            p = p + a
+        h = p
+        if self.has_attn_res:
+            h, _ = self.mlp_res_proj([*blocks, p], self.mlp_res_norm(), eps=self.eps)
+        feed_forward = self.block_sparse_moe if self.is_sparse else self.mlp
+        return p + feed_forward(self.post_attention_layernorm(h))
+
+
+class K3PreTrainedModel(PreTrainedModel):
+    """What all K3 models share: how they are initialised, loaded and split."""
+
+    config: K3Config
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["K3DecoderLayer"]
+    _supports_sdpa = True
+    _supports_attention_backend = True
+    # A recurrent state cannot be taken back: the library then refuses assisted decoding up front.
+    _is_stateful = True
+    _keep_in_fp32_modules_strict = list(KEEP_IN_FP32)
+    _keys_to_ignore_on_load_unexpected = list(VISION_TENSORS)
+    _can_record_outputs = {
+        "hidden_states": K3DecoderLayer,
+        "attentions": K3MLAttention,
+        "router_logits": OutputRecorder(K3Router, index=0),
+        "depth_weights": OutputRecorder(K3PseudoQuery, index=1),
+    }
+
+    def __init__(self, config: K3Config, *args: Any, **kwargs: Any) -> None:
+        config.validate()
+        super().__init__(config, *args, **kwargs)
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str | PathLike | None, *args: Any, strict: bool = True, **kwargs: Any
+    ) -> "K3PreTrainedModel":
+        """Load a checkpoint; see the library's method for all arguments.
+
+        Args:
+            strict: refuse a checkpoint that lacks a tensor of the model, or has one the model does not know, instead
+                of starting from random values with a warning. Exempt: layers beyond `num_hidden_layers`, vision
+                tensors, the language-model head where the class has none, and new classification heads.
+
+        Raises:
+            ValueError: `strict` and the tensors do not match; names the first few.
+        """
+        wants_info = kwargs.pop("output_loading_info", False)
+        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+        if strict:
+            check_loaded(info, model, pretrained_model_name_or_path)
+        return (model, info) if wants_info else model
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Start values: pseudo-queries at zero (uniform over depth), decays as in gated delta nets, rest normal."""
+        super()._init_weights(module)
+        std = self.config.initializer_range
+        if isinstance(module, K3PseudoQuery):
+            init.zeros_(module.weight)
+        elif isinstance(module, K3ShortConvolution):
+            bound = 1 / math.sqrt(module.kernel_size)
+            init.uniform_(module.weight, -bound, bound)
+        elif isinstance(module, K3Router):
+            init.normal_(module.weight, mean=0.0, std=std)
+            init.zeros_(module.e_score_correction_bias)
+        elif isinstance(module, K3Experts):
+            init.normal_(module.gate_up_proj, mean=0.0, std=std)
+            init.normal_(module.down_proj, mean=0.0, std=std)
+        elif isinstance(module, K3DeltaAttention):
+            if module.gate_lower_bound is None:
+                init.copy_(module.A_log, torch.empty_like(module.A_log).uniform_(1, 16).log())
+            else:
+                init.zeros_(module.A_log)
+            # Step sizes log-uniform in [1e-3, 0.1]; dt_bias is their inverse softplus.
+            step = torch.empty_like(module.dt_bias).uniform_(math.log(1e-3), math.log(0.1)).exp().clamp(min=1e-4)
+            init.copy_(module.dt_bias, step + torch.log(-torch.expm1(-step)))
+
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        # The library looks for the attention interface in this file's source; it is used in mla.py.
+        return True
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        # Likewise: experts.py.
+        return True
+
+
+class K3Model(K3PreTrainedModel):
+    """The decoder without a head: embedding, layers, output mix over depth, norm."""
+
+    def __init__(self, config: K3Config) -> None:
+        super().__init__(config)
+        self.padding_idx, self.vocab_size = config.pad_token_id, config.vocab_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.layers = nn.ModuleList([K3DecoderLayer(config, i) for i in range(config.num_hidden_layers)])
+        self.has_attn_res = config.attn_res_block_size is not None
+        if self.has_attn_res:
+            self.output_attn_res_norm = K3KeyRMSNorm(config.hidden_size)
+            self.output_attn_res_proj = K3PseudoQuery(config.hidden_size)
+        self.norm = K3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @merge_with_config_defaults
+    @capture_outputs
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache: K3Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> K3ModelOutput:
+        """Run the decoder.
+
+        Args:
+            input_ids: [B, T], or `inputs_embeds` [B, T, D] instead.
+            attention_mask: [B, seen + T], 1 for real tokens and 0 for padding, on any side; over everything the
+                cache has seen and the new tokens.
+            position_ids: not read (no positions); refused where they restart inside a row.
+            cache: a K3Cache to continue and update.
+            use_cache: make one if none is given.
+
+        Raises:
+            ValueError, TypeError: see `masks`; before anything is computed or the cache is changed.
+        """
+        check_inputs(self.config, input_ids, inputs_embeds, kwargs)
+        batch, length = (input_ids if input_ids is not None else inputs_embeds).shape[:2]
+        if cache is not None:
+            check_cache(cache, batch, len(self.layers))
+        padding = padding_mask(attention_mask, batch, length, cache)
+        check_positions(position_ids, padding)
+        if use_cache and cache is None:
+            cache = K3Cache(self.config)
+
+        p = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if padding is not None:
+            # Selected away, not multiplied: padding may hold anything. From here on it stays exactly zero.
+            p = p.masked_fill(~padding.unsqueeze(-1), 0)
+        full_mask = None
+        if "full_attention" in self.config.layer_types:
+            full_mask = full_attention_mask(self.config, p, attention_mask, cache)
+        if cache is not None and padding is not None:
+            cache.has_padding = True
+
+        blocks: tuple[Tensor, ...] = ()
+        for layer in self.layers:
+            blocks_after = (*blocks, p) if layer.starts_block else blocks
+            p = layer(p, *blocks, attention_mask=full_mask, padding_mask=padding, cache=cache, **kwargs)
+            blocks = blocks_after
+        if self.has_attn_res:
+            p, _ = self.output_attn_res_proj([*blocks, p], self.output_attn_res_norm(), eps=self.config.rms_norm_eps)
+        return K3ModelOutput(last_hidden_state=self.norm(p), cache=cache)
+
+
+class K3ForCausalLM(K3PreTrainedModel, GenerationMixin):
+    """K3 with a language-model head."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
+
+    def __init__(self, config: K3Config) -> None:
+        super().__init__(config)
+        self.model = K3Model(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache: K3Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> K3CausalLMOutput:
+        """Predict the next token.
+
+        Args:
+            labels: [B, T]; the loss is the mean cross entropy of token t + 1 at position t, -100 is left out.
+                `num_items_in_batch` replaces the mean's denominator.
+            logits_to_keep: only the last n positions, or a tensor of positions; 0 keeps all.
+            others: see `K3Model.forward`.
+        """
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cache=cache,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return K3CausalLMOutput(
+            loss=loss,
+            logits=logits,
+            cache=outputs.cache,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            router_logits=outputs.router_logits,
+            depth_weights=outputs.depth_weights,
+        )
+
+    def _prepare_cache_for_generation(
+        self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        """Make `generate` use a K3Cache, and refuse the kinds of cache that cannot hold a recurrent state."""
+        implementation = generation_config.cache_implementation
+        if implementation not in (None, "dynamic"):
+            raise ValueError(
+                f"cache_implementation={implementation!r} is not supported; allowed are None and 'dynamic' (a K3Cache)"
+            )
+        given = model_kwargs.get("cache") is not None
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        if not given and type(model_kwargs.get("cache")) is DynamicCache:
+            model_kwargs["cache"] = K3Cache(self.config)

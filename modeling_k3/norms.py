@@ -1,0 +1,57 @@
+"""RMSNorm, and the gated RMSNorm on KDA's output. No mean is subtracted, no weight is 1 + w."""
+
+import torch
+from torch import Tensor, nn
+
+from .precision import Float32Parameters, upcast
+
+
+def rms_normalize(x: Tensor, eps: float) -> Tensor:
+    """Return x / sqrt(mean(x^2) + eps) over the last dimension, in at least float32."""
+    x = upcast(x)
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+
+
+class K3RMSNorm(nn.Module):
+    """Root mean square norm.
+
+        y = w * round(x / sqrt(mean(x^2) + eps))
+
+    Statistics in at least float32, rounded to the activation dtype, then multiplied by the weight [D].
+    Source: released `KimiRMSNorm`.
+    """
+
+    def __init__(self, hidden_size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.variance_epsilon = eps
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """[..., D] -> [..., D], same dtype."""
+        return self.weight * rms_normalize(hidden_states, self.variance_epsilon).to(hidden_states.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.variance_epsilon}"
+
+
+class K3RMSNormGated(Float32Parameters):
+    """KDA's output norm: one weight of width V shared by all heads, gated by a sigmoid after the norm.
+
+        y = x / sqrt(mean(x^2) + eps) * w * sigmoid(gate)
+
+    All of it in at least float32, one cast at the end; the weight stays float32 in a bf16 model.
+    Source: arXiv 2607.24653 eq. 6, released `o_norm`.
+    """
+
+    def __init__(self, head_dim: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(head_dim))
+        self.variance_epsilon = eps
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        """x, gate [..., V] -> [..., V] in the dtype of `gate`, the activation dtype."""
+        y = rms_normalize(x, self.variance_epsilon) * self.weight * upcast(gate).sigmoid()
+        return y.to(gate.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.variance_epsilon}"

@@ -1,0 +1,70 @@
+"""The short convolution of KDA: a few taps per channel, causal, with a window that continues across calls."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .precision import Float32Parameters, at_least_fp32
+
+
+class K3ShortConvolution(Float32Parameters):
+    """Depthwise causal convolution, then SiLU.
+
+        c_t = SiLU( sum_{j<W} w_j z_{t-(W-1)+j} )        the last tap meets the current token
+
+    Zeros before the first token, no bias. Sums in at least float32, rounded to the activation dtype; the weight
+    [channels, 1, W] stays float32 in a bf16 model. Source: released `*_conv1d`.
+    """
+
+    def __init__(self, channels: int, kernel_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, 1, kernel_size))
+        self.kernel_size = kernel_size
+        nn.init.uniform_(self.weight, -1 / math.sqrt(kernel_size), 1 / math.sqrt(kernel_size))
+
+    def forward(self, z: Tensor, window: Tensor | None = None, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Convolve, starting from `window`.
+
+        Args:
+            z: [B, T, channels], the projection.
+            window: [B, channels, W], the last inputs of earlier calls, newest last; None for none.
+            mask: [B, T] bool, False at padding. Padding is skipped, wherever it stands: real tokens see only real
+                tokens. None: no padding.
+
+        Returns:
+            [B, T, channels] in z's dtype (values at padding mean nothing), and the next window [B, channels, W].
+        """
+        batch, _, channels = z.shape
+        size = self.kernel_size
+        window = z.new_zeros(batch, size, channels) if window is None else window.mT.to(z.dtype)
+        stream = torch.cat([window, z], dim=1)
+        if mask is None:
+            c = self._filter(stream[:, 1:])
+        else:
+            # Padding moves in front of the window, so that the real tokens stand side by side.
+            kept = F.pad(mask, (size, 0), value=True)
+            order = kept.to(torch.uint8).argsort(dim=1, stable=True)
+            stream = stream.masked_fill(~kept.unsqueeze(-1), 0).gather(1, _per_channel(order, channels))
+            c = self._filter(F.pad(stream, (0, 0, size - 1, 0)))
+            c = c.gather(1, _per_channel(order.argsort(dim=1), channels))[:, size:]
+        return c, stream[:, -size:].mT.contiguous()
+
+    def _filter(self, x: Tensor) -> Tensor:
+        """[B, n + W - 1, channels] -> [B, n, channels]."""
+        wide = x.to(at_least_fp32(x.dtype))
+        taps = self.weight[:, 0].to(wide.dtype)
+        n = x.shape[1] - self.kernel_size + 1
+        c = wide[:, :n] * taps[:, 0]
+        for j in range(1, self.kernel_size):
+            c = torch.addcmul(c, wide[:, j : j + n], taps[:, j])
+        return F.silu(c).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, kernel_size={self.kernel_size}"
+
+
+def _per_channel(index: Tensor, channels: int) -> Tensor:
+    """[B, n] -> [B, n, channels], for `gather` along the tokens."""
+    return index.unsqueeze(-1).expand(-1, -1, channels)
