@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from .cache import K3Cache
 from .configuration_k3 import K3Config
-from .kda_ops import SAFE_LOWER_BOUND, chunk_kda, decay_gate, l2_normalize, recurrent_kda
+from .kda_ops import chunk_kda, decay_gate, l2_normalize, recurrent_kda
 from .norms import K3RMSNormGated
 from .precision import Float32Parameters, upcast
 from .short_conv import K3ShortConvolution
@@ -102,6 +102,4 @@ class K3DeltaAttention(Float32Parameters):
         """Choose the path: token by token for a decode step, chunkwise for everything longer."""
         if q.shape[1] <= _RECURRENT_UP_TO:
             return recurrent_kda(q, k, v, log_decay, beta, state)
-        bound = self.gate_lower_bound
-        promise = bound if bound is not None and bound >= SAFE_LOWER_BOUND else None
-        return chunk_kda(q, k, v, log_decay, beta, state, lower_bound=promise)
+        return chunk_kda(q, k, v, log_decay, beta, state, lower_bound=self.gate_lower_bound)

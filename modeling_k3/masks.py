@@ -84,8 +84,8 @@ def padding_mask(attention_mask: Tensor | None, batch: int, length: int, cache: 
         return None
     if attention_mask.ndim != 2 or tuple(attention_mask.shape) != (batch, seen + length):
         raise ValueError(
-            f"attention_mask has shape {tuple(attention_mask.shape)}; allowed is [{batch}, {seen + length}], 1 for real "
-            "tokens and 0 for padding (the recurrence of KDA cannot follow a mask per pair of tokens)"
+            f"attention_mask has shape {tuple(attention_mask.shape)}; allowed is [{batch}, {seen + length}], 1 for "
+            "real tokens and 0 for padding (the recurrence of KDA cannot follow a mask per pair of tokens)"
         )
     mask = attention_mask.to(torch.bool)
     if is_tracing():

@@ -1,12 +1,10 @@
 """The K3 model: a decoder whose layers read a mixture over depth, with KDA or gated MLA, dense MLP or LatentMoE."""
 
-import math
 from os import PathLike
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import initialization as init
 from transformers.cache_utils import DynamicCache
 from transformers.generation import GenerationConfig, GenerationMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -20,7 +18,7 @@ from .attn_res import K3KeyRMSNorm, K3PseudoQuery
 from .cache import K3Cache
 from .checkpoint import VISION_TENSORS, check_loaded, register_conversions
 from .configuration_k3 import K3Config
-from .experts import K3Experts
+from .initialization import init_k3_module
 from .kda import K3DeltaAttention
 from .latent_moe import K3LatentMoE, K3Router
 from .masks import check_cache, check_inputs, check_positions, full_attention_mask, padding_mask
@@ -29,7 +27,6 @@ from .mlp import K3MLP
 from .norms import K3RMSNorm
 from .outputs import K3CausalLMOutput, K3ModelOutput
 from .precision import KEEP_IN_FP32
-from .short_conv import K3ShortConvolution
 
 register_conversions()
 
@@ -149,28 +146,8 @@ class K3PreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Start values: pseudo-queries at zero (uniform over depth), decays as in gated delta nets, rest normal."""
         super()._init_weights(module)
-        std = self.config.initializer_range
-        if isinstance(module, K3PseudoQuery):
-            init.zeros_(module.weight)
-        elif isinstance(module, K3ShortConvolution):
-            bound = 1 / math.sqrt(module.kernel_size)
-            init.uniform_(module.weight, -bound, bound)
-        elif isinstance(module, K3Router):
-            init.normal_(module.weight, mean=0.0, std=std)
-            init.zeros_(module.e_score_correction_bias)
-        elif isinstance(module, K3Experts):
-            init.normal_(module.gate_up_proj, mean=0.0, std=std)
-            init.normal_(module.down_proj, mean=0.0, std=std)
-        elif isinstance(module, K3DeltaAttention):
-            if module.gate_lower_bound is None:
-                init.copy_(module.A_log, torch.empty_like(module.A_log).uniform_(1, 16).log())
-            else:
-                init.zeros_(module.A_log)
-            # Step sizes log-uniform in [1e-3, 0.1]; dt_bias is their inverse softplus.
-            step = torch.empty_like(module.dt_bias).uniform_(math.log(1e-3), math.log(0.1)).exp().clamp(min=1e-4)
-            init.copy_(module.dt_bias, step + torch.log(-torch.expm1(-step)))
+        init_k3_module(module, self.config.initializer_range)
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
