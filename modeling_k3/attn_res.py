@@ -8,29 +8,54 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx, once_differentiable
 
 from .precision import at_least_fp32
 
 
-def depth_weights(sources: Sequence[Tensor], query: Tensor, *, eps: float) -> Tensor:
-    """Score every source by how well it answers `query`, and normalise over depth.
+class _MixResiduals(torch.autograd.Function):
+    """The mixture with a backward of its own: it keeps the sources, which exist anyway, and L numbers per token.
 
-        p = softmax_l( query . v_l / sqrt(mean(v_l^2) + eps) )
+    With s_l = r_l (q . v_l), r_l = 1 / sqrt(mean(v_l^2) + eps), p = softmax(s), h = sum_l p_l v_l:
 
-    Args:
-        sources: L tensors [..., D], same shape.
-        query: [D], pseudo-query times key gain, in at least float32.
-        eps: the model's `rms_norm_eps`.
-
-    Returns:
-        [..., L] in the dtype of `query`. There is no 1/sqrt(D): the keys are normalised.
+        ds_l = p_l (dp_l + dh . v_l - sum_m p_m (dp_m + dh . v_m))
+        dv_l = p_l dh + ds_l (r_l q - s_l r_l^2 v_l / D)          dq = sum_l,tokens ds_l r_l v_l
     """
-    scores = []
-    for source in sources:
-        v = source.to(query.dtype)
-        # The root mean square only scales the dot product, so the normalised key need not be formed.
-        scores.append((v @ query) * torch.rsqrt(v.pow(2).mean(-1) + eps))
-    return torch.stack(scores, dim=-1).softmax(dim=-1)
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, query: Tensor, eps: float, *sources: Tensor) -> tuple[Tensor, Tensor]:
+        wide = query.dtype
+        scores, scales = [], []
+        for source in sources:
+            v = source.to(wide)
+            scales.append(torch.rsqrt(torch.linalg.vecdot(v, v) / v.shape[-1] + eps))
+            scores.append((v @ query) * scales[-1])
+        s, r = torch.stack(scores, dim=-1), torch.stack(scales, dim=-1)
+        p = s.softmax(dim=-1)
+        h = sources[0].to(wide) * p[..., :1]
+        for index in range(1, len(sources)):
+            h.addcmul_(sources[index].to(wide), p[..., index : index + 1])
+        ctx.save_for_backward(query, s, r, p, *sources)
+        return h.to(sources[-1].dtype), p
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, dh: Tensor, dp: Tensor) -> tuple[Tensor | None, ...]:
+        query, s, r, p, *sources = ctx.saved_tensors
+        wide, width = query.dtype, query.shape[0]
+        dh = dh.to(wide)
+        gain = dp + torch.stack([torch.linalg.vecdot(dh, source.to(wide)) for source in sources], dim=-1)
+        ds = p * (gain - (p * gain).sum(dim=-1, keepdim=True))
+        along_query, along_value = ds * r, ds * s * r.pow(2) / -width
+        d_query, d_sources = torch.zeros_like(query), []
+        for index, source in enumerate(sources):
+            at = slice(index, index + 1)
+            v = source.to(wide)
+            dv = (dh * p[..., at]).addcmul_(v, along_value[..., at])
+            dv.addcmul_(along_query[..., at], query)
+            d_query.addmv_(v.flatten(0, -2).mT, along_query[..., index].flatten())
+            d_sources.append(dv.to(source.dtype))
+        return d_query, None, *d_sources
 
 
 def mix_residuals(sources: Sequence[Tensor], query: Tensor, key_gain: Tensor, *, eps: float) -> tuple[Tensor, Tensor]:
@@ -38,29 +63,26 @@ def mix_residuals(sources: Sequence[Tensor], query: Tensor, key_gain: Tensor, *,
 
         h = sum_l p_l v_l        p = softmax_l( query . (key_gain * v_l / rms(v_l)) )
 
-    Keys are normalised so that a sub-layer with large outputs does not win by size; values are taken raw.
+    Keys are normalised so that a sub-layer with large outputs does not win by size; values are taken raw. There is no
+    1/sqrt(D). Only the product of `query` and `key_gain` acts.
 
     Args:
-        sources: L tensors [..., D]: the finished blocks in order, then the running sum.
+        sources: L tensors [..., D], same shape: the finished blocks in order, then the running sum.
         query: [D], the learned pseudo-query of this sub-layer.
         key_gain: [D], the weight of the key norm.
         eps: epsilon under the root, the model's `rms_norm_eps`.
 
     Returns:
-        h [..., D] in the dtype of the sources, and p [..., L] in at least float32.
+        h [..., D] in the dtype of the sources, and p [..., L] in at least float32. Differentiable once, in both.
 
     Source: arXiv 2603.15031 section 3, arXiv 2607.24653 eq. 8-10; released `*_res_norm`, `*_res_proj`.
     """
     wide = at_least_fp32(sources[-1].dtype)
-    p = depth_weights(sources, query.to(wide) * key_gain.to(wide), eps=eps)
-    h = sources[0].to(wide) * p[..., :1]
-    for index in range(1, len(sources)):
-        h = torch.addcmul(h, sources[index].to(wide), p[..., index : index + 1])
-    return h.to(sources[-1].dtype), p
+    return _MixResiduals.apply(query.to(wide) * key_gain.to(wide), eps, *sources)
 
 
 class K3KeyRMSNorm(nn.Module):
-    """Gain [D] of the key norm. The root mean square itself is taken inside `depth_weights`.
+    """Gain [D] of the key norm. The root mean square itself is taken inside `mix_residuals`.
 
     Called instead of read, so that hooks which bring offloaded weights back see the use.
     """
