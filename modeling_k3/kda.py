@@ -5,13 +5,26 @@ from torch import Tensor, nn
 
 from .cache import K3Cache
 from .configuration_k3 import K3Config
-from .kda_ops import chunk_kda, decay_gate, l2_normalize, recurrent_kda
+from .kda_ops import chunk_kda, decay_gate, exact_kda, l2_normalize, recurrent_kda
 from .norms import K3RMSNormGated
 from .precision import Float32Parameters, upcast
 from .short_conv import K3ShortConvolution
 
+#: How the recurrence is evaluated: a choice of the moment, never saved. All are the same function up to rounding.
+KDA_IMPLEMENTATIONS = ("auto", "chunk", "recurrent", "exact")
 #: Up to this many tokens the recurrence beats a chunk that is mostly padding.
 _RECURRENT_UP_TO = 4
+
+
+def check_kda_implementation(name: str) -> str:
+    """Return `name` if it is an implementation of KDA.
+
+    Raises:
+        ValueError: it is not; names what is allowed.
+    """
+    if name not in KDA_IMPLEMENTATIONS:
+        raise ValueError(f"kda_implementation={name!r} is unknown; allowed are {list(KDA_IMPLEMENTATIONS)}")
+    return name
 
 
 class K3DeltaAttention(Float32Parameters):
@@ -31,6 +44,7 @@ class K3DeltaAttention(Float32Parameters):
     def __init__(self, config: K3Config, layer_idx: int) -> None:
         super().__init__()
         self.layer_idx = layer_idx
+        self.implementation = "auto"
         self.num_heads, self.head_dim = config.kda_num_heads, config.kda_head_dim
         self.gate_lower_bound = config.gate_lower_bound
         width = self.num_heads * self.head_dim
@@ -56,17 +70,22 @@ class K3DeltaAttention(Float32Parameters):
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
         cache: K3Cache | None = None,
+        kda_implementation: str | None = None,
+        output_attentions: bool | None = None,
         **kwargs: object,
-    ) -> tuple[Tensor, None]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Attend.
 
         Args:
             hidden_states: x [B, T, D], zero at padding.
             attention_mask: [B, T] bool, False at padding; None: no padding.
             cache: continued and updated; None starts from nothing.
+            kda_implementation: "chunk", "recurrent", "exact" or "auto" for this call; None: the module's own.
+            output_attentions: ask "exact" for the effective attention weights.
 
         Returns:
-            [B, T, D], zero at padding, and None: the recurrence forms no attention weights.
+            [B, T, D], zero at padding, and the effective weights [B, H, T, T] if they were asked for and "exact" runs,
+            else None: the recurrence forms none.
         """
         memory = None if cache is None else cache.linear_layer(self.layer_idx)
         windows = memory.windows if memory is not None and memory.windows is not None else [None] * 3
@@ -83,9 +102,13 @@ class K3DeltaAttention(Float32Parameters):
             log_decay = log_decay.masked_fill(~attention_mask[..., None, None], 0.0)
             beta = beta.masked_fill(~attention_mask[..., None], 0.0)
 
-        o, state = self._recur(
-            l2_normalize(q), l2_normalize(k), v, log_decay, beta, None if memory is None else memory.state
-        )
+        inputs = (l2_normalize(q), l2_normalize(k), v, log_decay, beta, None if memory is None else memory.state)
+        implementation = check_kda_implementation(kda_implementation or self.implementation)
+        weights = None
+        if implementation == "exact" and output_attentions:
+            o, state, weights = exact_kda(*inputs, output_weights=True)
+        else:
+            o, state = self._recur(implementation, *inputs)
         if memory is not None:
             memory.remember((q_window, k_window, v_window), state, hidden_states.shape[1])
 
@@ -94,12 +117,12 @@ class K3DeltaAttention(Float32Parameters):
         out = self.o_proj(y.flatten(-2))
         if attention_mask is not None:
             out = out.masked_fill(~attention_mask[..., None], 0)
-        return out, None
+        return out, weights
 
-    def _recur(
-        self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Choose the path: token by token for a decode step, chunkwise for everything longer."""
-        if q.shape[1] <= _RECURRENT_UP_TO:
-            return recurrent_kda(q, k, v, log_decay, beta, state)
-        return chunk_kda(q, k, v, log_decay, beta, state, lower_bound=self.gate_lower_bound)
+    def _recur(self, implementation: str, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Evaluate; "auto" goes token by token for a decode step and by chunks for everything longer."""
+        if implementation == "exact":
+            return exact_kda(*inputs)
+        if implementation == "recurrent" or (implementation == "auto" and inputs[0].shape[1] <= _RECURRENT_UP_TO):
+            return recurrent_kda(*inputs)
+        return chunk_kda(*inputs, lower_bound=self.gate_lower_bound)

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .kda_chunk import SAFE_LOWER_BOUND, ChunkKDA
+from .kda_exact import exact_attention
 from .precision import at_least_fp32, upcast
 
 
@@ -123,6 +124,36 @@ def chunk_kda(
     bounded = lower_bound is not None and lower_bound >= SAFE_LOWER_BOUND
     q, k, v, log_decay, beta, s = _prepare(q, k, v, log_decay, beta, state)
     return ChunkKDA.apply(q, k, v, log_decay, beta.unsqueeze(-1), s, bounded)
+
+
+def exact_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    state: Tensor | None = None,
+    *,
+    cu_seqlens: Tensor | None = None,
+    output_weights: bool = False,
+) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
+    """Run Kimi Delta Attention in its attention-matrix form: the precise branch, at a cost of T^2 per head.
+
+    For comparison, for inspection and as the fallback of a faster path; see `kda_exact`.
+
+    Args:
+        output_weights: also return the effective attention weights [B, H, T, T]; not for packed sequences.
+        others: see the module and `chunk_kda`.
+
+    Raises:
+        ValueError: weights of packed sequences, or weights above 2 GiB.
+    """
+    if cu_seqlens is not None:
+        if output_weights:
+            raise ValueError("output_weights=True with cu_seqlens is not allowed: call once per sequence")
+        return _per_sequence(exact_kda, q, k, v, log_decay, beta, state, cu_seqlens)
+    o, state, weights = exact_attention(*_prepare(q, k, v, log_decay, beta, state), output_weights=output_weights)
+    return (o, state, weights) if output_weights else (o, state)
 
 
 def _prepare(

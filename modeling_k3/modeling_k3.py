@@ -1,5 +1,6 @@
-"""The K3 model: a decoder whose layers read a mixture over depth, with KDA or gated MLA, dense MLP or LatentMoE."""
+"""The K3 model: embedding, decoder layers that read a mixture over depth, output mix, norm, head."""
 
+from collections.abc import Iterable
 from os import PathLike
 from typing import Any
 
@@ -7,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 from transformers.generation import GenerationConfig, GenerationMixin
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import PreTrainedModel, slice_logits_to_keep
 from transformers.utils import can_return_tuple
 from transformers.utils.deprecation import deprecate_kwarg
@@ -18,86 +18,17 @@ from .attn_res import K3KeyRMSNorm, K3PseudoQuery
 from .cache import K3Cache
 from .checkpoint import VISION_TENSORS, check_loaded, register_conversions
 from .configuration_k3 import K3Config
+from .decoder_layer import K3DecoderLayer
 from .initialization import init_k3_module
-from .kda import K3DeltaAttention
-from .latent_moe import K3LatentMoE, K3Router
+from .kda import K3DeltaAttention, check_kda_implementation
+from .latent_moe import K3Router
 from .masks import check_cache, check_inputs, check_positions, full_attention_mask, padding_mask
 from .mla import K3MLAttention
-from .mlp import K3MLP
 from .norms import K3RMSNorm
 from .outputs import K3CausalLMOutput, K3ModelOutput
 from .precision import KEEP_IN_FP32
 
 register_conversions()
-
-
-class K3DecoderLayer(GradientCheckpointingLayer):
-    """One layer of the AttnRes stream. B = finished block sums, p = running sum of the open block.
-
-        h = mix(B + [p])     a layer that starts a block then appends p to B and restarts the sum
-        p = p + attention(input_layernorm(h))
-        h = mix(B + [p])
-        p = p + feed_forward(post_attention_layernorm(h))
-
-    Without AttnRes h = p everywhere, which is the usual pre-norm residual stream.
-    Source: arXiv 2607.24653 section 2.2, released `KimiDecoderLayer`.
-    """
-
-    def __init__(self, config: K3Config, layer_idx: int) -> None:
-        super().__init__()
-        self.layer_idx, self.eps = layer_idx, config.rms_norm_eps
-        is_linear = config.layer_types[layer_idx] == "linear_attention"
-        self.is_linear = is_linear
-        self.self_attn = K3DeltaAttention(config, layer_idx) if is_linear else K3MLAttention(config, layer_idx)
-        self.is_sparse = config.mlp_layer_types[layer_idx] == "sparse"
-        if self.is_sparse:
-            self.block_sparse_moe = K3LatentMoE(config)
-        else:
-            self.mlp = K3MLP(config, config.intermediate_size)
-        self.input_layernorm = K3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = K3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.has_attn_res = config.attn_res_block_size is not None
-        self.starts_block = self.has_attn_res and layer_idx % config.attn_res_block_size == 0
-        if self.has_attn_res:
-            self.self_attention_res_norm = K3KeyRMSNorm(config.hidden_size)
-            self.self_attention_res_proj = K3PseudoQuery(config.hidden_size)
-            self.mlp_res_norm = K3KeyRMSNorm(config.hidden_size)
-            self.mlp_res_proj = K3PseudoQuery(config.hidden_size)
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        *blocks: Tensor,
-        attention_mask: Tensor | None = None,
-        padding_mask: Tensor | None = None,
-        cache: K3Cache | None = None,
-        **kwargs: Any,
-    ) -> Tensor:
-        """Return the running sum [B, T, D] after this layer.
-
-        Args:
-            hidden_states: p [B, T, D].
-            blocks: the finished block sums, each [B, T, D]; positional and flat, so that both kinds of gradient
-                checkpointing see them. Never changed here: the model appends p where a block starts.
-            attention_mask: for MLA, in the form its implementation expects.
-            padding_mask: [B, T] bool, False at padding; None: no padding.
-            cache: continued and updated.
-        """
-        p = hidden_states
-        h = p
-        if self.has_attn_res:
-            h, _ = self.self_attention_res_proj([*blocks, p], self.self_attention_res_norm(), eps=self.eps)
-        masks = {"attention_mask": padding_mask if self.is_linear else attention_mask, "padding_mask": padding_mask}
-        a, _ = self.self_attn(self.input_layernorm(h), cache=cache, **masks, **kwargs)
-        if self.starts_block:
-            blocks, p = (*blocks, p), a
-        else:
-            p = p + a
-        h = p
-        if self.has_attn_res:
-            h, _ = self.mlp_res_proj([*blocks, p], self.mlp_res_norm(), eps=self.eps)
-        feed_forward = self.block_sparse_moe if self.is_sparse else self.mlp
-        return p + feed_forward(self.post_attention_layernorm(h))
 
 
 class K3PreTrainedModel(PreTrainedModel):
@@ -115,7 +46,7 @@ class K3PreTrainedModel(PreTrainedModel):
     _keys_to_ignore_on_load_unexpected = list(VISION_TENSORS)
     _can_record_outputs = {
         "hidden_states": K3DecoderLayer,
-        "attentions": K3MLAttention,
+        "attentions": [K3MLAttention, K3DeltaAttention],
         "router_logits": OutputRecorder(K3Router, index=0),
         "depth_weights": OutputRecorder(K3PseudoQuery, index=1),
     }
@@ -143,6 +74,23 @@ class K3PreTrainedModel(PreTrainedModel):
         if strict:
             check_loaded(info, model, pretrained_model_name_or_path)
         return (model, info) if wants_info else model
+
+    def set_kda_implementation(self, name: str, layers: Iterable[int] | None = None) -> None:
+        """Choose how KDA is evaluated ("auto", "chunk", "recurrent", "exact"), everywhere or in some layers.
+
+        A choice of the moment that is not saved; one call can override it: `model(..., kda_implementation=...)`.
+
+        Raises:
+            ValueError: unknown name, or a layer without KDA.
+        """
+        check_kda_implementation(name)
+        found = {m.layer_idx: m for m in self.modules() if isinstance(m, K3DeltaAttention)}
+        wanted = list(found if layers is None else layers)
+        unknown = [i for i in wanted if i not in found]
+        if unknown:
+            raise ValueError(f"layers={unknown} have no KDA; allowed are {sorted(found)}")
+        for i in wanted:
+            found[i].implementation = name
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

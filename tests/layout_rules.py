@@ -14,9 +14,9 @@ PACKAGE = "modeling_k3"
 
 #: The flat files of the model from the config up; a file imports only files above it.
 ORDER = (
-    "config_layout config_checks configuration_k3 precision norms mlp attn_res mxfp4 kda_chunk kda_ops cache short_conv kda mla "
-    "experts latent_moe checkpoint placement quantizer chat tokenization_k3 outputs masks initialization modeling_k3 "
-    "classification registration"
+    "config_layout config_checks configuration_k3 precision norms mlp attn_res mxfp4 kda_chunk kda_exact kda_ops cache "
+    "short_conv kda mla experts latent_moe checkpoint placement quantizer chat tokenization_k3 outputs masks "
+    "decoder_layer initialization modeling_k3 classification registration"
 ).split()
 #: Folders with tools. The last two stand at the top of the tree and are mapped into the package by setup.cfg.
 TOOLS = "demo native adapters training planning readiness configuration conversion".split()
