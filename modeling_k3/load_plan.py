@@ -1,0 +1,195 @@
+"""Which tensors of a checkpoint make which parameter, accounted for before the first byte of data is read.
+
+A missing, unknown, truncated or wrongly shaped tensor is an error while nothing has changed.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from transformers.utils.loading_report import LoadStateDictInfo
+
+from .checkpoint import (
+    EXPERT,
+    TEXT_PREFIX,
+    Checkpoint,
+    canonical,
+    complain,
+    is_excused,
+    layer_of,
+    may_be_new,
+)
+from .expert_pages import ENDINGS, MATRICES
+from .experts import PROJECTIONS, iter_experts
+from .mxfp4 import GROUP
+from .placement import LoadState
+from .tensor_files import Entry, TensorFile
+
+Place = tuple[TensorFile, Entry]
+
+
+@dataclass
+class Layout:
+    """How the files that were read spell their tensors, so that a save can write them the same way.
+
+    Args:
+        prefix: "language_model." or "".
+        decoder: "model." or "", what follows the prefix for tensors of the decoder.
+        padded: canonical name -> stored length, for tensors stored with zeros at the end.
+        checkpoint: where they came from (for the vision tensors).
+        is_nested: whether config.json was in the released layout.
+    """
+
+    prefix: str = ""
+    decoder: str = "model."
+    padded: dict[str, int] = field(default_factory=dict)
+    checkpoint: Checkpoint | None = None
+    is_nested: bool = False
+
+
+@dataclass
+class Plan:
+    """Which tensors of a checkpoint make which parameter.
+
+    Args:
+        places: canonical name -> file and entry, for plain tensors.
+        experts: layer -> (expert, matrix, ending) -> file and entry.
+        layout: how the names are spelled.
+        tied: parameters without tensors that share another one's.
+        missing, unknown, shape, unlisted: what does not fit; parameter names, names in files, in the index.
+    """
+
+    places: dict[str, Place] = field(default_factory=dict)
+    experts: dict[int, dict[tuple[int, str, str], Place]] = field(default_factory=lambda: defaultdict(dict))
+    layout: Layout = field(default_factory=Layout)
+    tied: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+    shape: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
+    unlisted: list[str] = field(default_factory=list)
+
+
+def make_plan(model: nn.Module, checkpoint: Checkpoint) -> Plan:
+    """Sort a checkpoint's tensors, open the files that are needed, and compare names and shapes with the model.
+
+    Raises:
+        ValueError: a broken file; two tensors for one parameter; a padded tensor whose tail is not zero.
+    """
+    plan = Plan()
+    plan.layout.checkpoint = checkpoint
+    wanted = [name for name in checkpoint.where if not is_excused(name, model)]
+    found, absent, unlisted = checkpoint.locate(wanted)
+    plan.missing += absent
+    plan.unlisted += [name for name in unlisted if not is_excused(name, model)]
+    seen: dict[str, str] = {}
+    for name, place in found.items():
+        short = canonical(name)
+        if seen.setdefault(short, name) != name:
+            raise ValueError(f"{seen[short]!r} and {name!r} are the same parameter; a checkpoint may have one of them")
+        expert = EXPERT.fullmatch(short)
+        if expert:
+            plan.experts[int(expert[1])][int(expert[2]), expert[3], expert[4]] = place
+        else:
+            plan.places[short] = place
+        if layer_of(short) is not None:
+            plan.layout.prefix = TEXT_PREFIX if name.startswith(TEXT_PREFIX) else ""
+            plan.layout.decoder = name[len(plan.layout.prefix) : -len(short)]
+    _compare_experts(model, plan)
+    _compare_plain(model, plan)
+    return plan
+
+
+def _compare_plain(model: nn.Module, plan: Plan) -> None:
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    twins = {**tied, **{source: target for target, source in tied.items()}}
+    stacks = {f"{name}." for name, _ in iter_experts(model)}
+    known = set()
+    for name, parameter in model.state_dict().items():
+        if any(name.startswith(stack) for stack in stacks):
+            continue
+        short = canonical(name)
+        known.add(short)
+        place = plan.places.get(short)
+        if place is None:
+            has_twin = name in twins and canonical(twins[name]) in plan.places
+            (plan.tied if has_twin else plan.missing).append(name)
+            continue
+        stored, needed = place[1].shape, tuple(parameter.shape)
+        if not place[1].torch_dtype.is_floating_point and parameter.is_floating_point():
+            raise ValueError(f"{place[0].path}: {short} is stored as {place[1].dtype}; allowed are floating formats")
+        if short.endswith("self_attn.A_log") and len(stored) == 1 and stored[0] > needed[0]:
+            tail = place[0].read(place[1])[needed[0] :]
+            if tail.any():
+                raise ValueError(
+                    f"{place[0].path}: {short} has {stored[0]} entries for {needed[0]} heads, and not all of the rest "
+                    "are zero: allowed is padding with zeros"
+                )
+            plan.layout.padded[short] = stored[0]
+        elif stored != needed:
+            plan.shape.append((name, stored, needed))
+    plan.unknown += [name for name in plan.places if name not in known]
+
+
+def _compare_experts(model: nn.Module, plan: Plan) -> None:
+    """Every expert of every layer complete, in one kind of storage, of the right shapes; and no others."""
+    layers = {layer_of(canonical(name) + "."): (name, module) for name, module in iter_experts(model)}
+    for layer, places in plan.experts.items():
+        if layer not in layers:
+            plan.unknown += [_expert_name(layer, key) for key in places]
+    for layer, (name, module) in layers.items():
+        places = plan.experts.get(layer, {})
+        kind = stored_kind(places)
+        keys = {(e, m, ending) for e in range(module.num_experts) for m in MATRICES for ending in ENDINGS[kind]}
+        plan.unknown += [_expert_name(layer, key) for key in places.keys() - keys]
+        if not places and module.storage == "dense":
+            plan.missing += [f"{name}.{stack}" for stack in PROJECTIONS]
+            continue
+        plan.missing += [_expert_name(layer, key) for key in keys - places.keys()]
+        for key in keys & places.keys():
+            entry, needed = places[key][1], expert_shape(module, key[1], key[2])
+            is_byte = entry.dtype == "U8"
+            if entry.shape != needed or is_byte != (kind == "packed"):
+                plan.shape.append((_expert_name(layer, key), entry.shape, needed))
+
+
+def stored_kind(places: Iterable[tuple[int, str, str]]) -> str:
+    """Whether a layer's experts are stored "packed" (any tensor of them is) or "dense"."""
+    return "packed" if any(ending != "weight" for _, _, ending in places) else "dense"
+
+
+def expert_shape(module: Any, matrix: str, ending: str) -> tuple[int, int]:
+    """The stored shape of one tensor of one expert."""
+    out, width = module.intermediate_dim, module.hidden_dim
+    if matrix == "w2":
+        out, width = width, out
+    return out, {"weight": width, "weight_packed": width // 2, "weight_scale": width // GROUP}[ending]
+
+
+def _expert_name(layer: int, key: tuple[int, str, str]) -> str:
+    return f"layers.{layer}.block_sparse_moe.experts.{key[0]}.{key[1]}.{key[2]}"
+
+
+def check_plan(plan: Plan, model: nn.Module, state: LoadState) -> LoadStateDictInfo:
+    """Refuse what does not fit; in the lenient mode turn it into the library's report instead.
+
+    Raises:
+        ValueError: strict, and something does not fit; or experts that are partly there, or packed and not
+            complete, for which there is no lenient reading.
+    """
+    missing = [name for name in plan.missing if not may_be_new(name, model)]
+    halves = [name for name in plan.missing if EXPERT.fullmatch(canonical(name))]
+    if state.strict:
+        shapes = [f"{name} {list(stored)} instead of {list(needed)}" for name, stored, needed in plan.shape]
+        complain(state.path, missing=missing, unknown=plan.unknown, shape=shapes, unlisted=plan.unlisted)
+    elif halves or any(EXPERT.fullmatch(canonical(name)) for name, _, _ in plan.shape):
+        complain(state.path, missing=halves, shape=[name for name, _, _ in plan.shape])
+    return LoadStateDictInfo(
+        missing_keys={*plan.missing, *plan.tied},
+        unexpected_keys={*plan.unknown, *plan.unlisted},
+        mismatched_keys=set(plan.shape),
+        error_msgs=[],
+        conversion_errors={},
+        skipped_pp_keys=set(),
+    )

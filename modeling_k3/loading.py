@@ -1,0 +1,156 @@
+"""From files to parameters, one after the other: zero-copy, filled in place, or left in the file.
+
+A parameter is a zero-copy view where file and model agree on the number format, is filled expert by expert where
+experts are stacked, and stays in the file where the device map says "disk".
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.accelerate import get_device
+from transformers.utils import logging
+
+from .checkpoint import Checkpoint, canonical, is_vision, layer_of
+from .expert_pages import ENDINGS, ExpertPages
+from .experts import iter_experts
+from .load_plan import Place, Plan, stored_kind
+from .mxfp4 import GROUP, decode
+from .placement import LoadState
+
+logger = logging.get_logger(__name__)
+
+
+def fill(model: nn.Module, plan: Plan, load_config: Any, state: LoadState) -> None:
+    """Make every parameter that the plan has tensors for, and put it where the device map says.
+
+    Args:
+        model: on the meta device, experts in the form they are loaded in; changed.
+        plan: checked.
+        load_config: the library's: device map, dtype and the names kept in float32.
+        state: `state.disk` receives what stays on disk.
+    """
+    device_map = load_config.device_map or {"": "cpu"}
+    for name, module in iter_experts(model):
+        places = plan.experts.get(layer_of(canonical(name) + "."))
+        if not places:
+            continue
+        if module.storage == "packed" and get_device(device_map, f"{name}.down_proj_packed") == "disk":
+            module.use_storage("mapped")
+        if module.storage == "mapped":
+            module.use_storage("mapped", ExpertPages(stored_kind(places), module.num_experts, places))
+        module._is_hf_initialized = True
+    makers = dict(_makers(model, plan))
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    for name in logging.tqdm(list(makers), desc="Loading weights"):
+        owner, _, leaf = name.rpartition(".")
+        module = model.get_submodule(owner)
+        old = getattr(module, leaf)
+        dtype = _target_dtype(name, old, load_config)
+        device = get_device(device_map, name)
+        stays = device == "disk" and leaf in module._parameters
+        if stays:
+            state.disk[name] = _bind(makers[name], dtype, "cpu")
+            # Hooks cast to the placeholder's number format.
+            value = torch.empty(old.shape, dtype=dtype, device="meta")
+        else:
+            value = makers[name](dtype, "cpu" if device == "disk" else device)
+        if leaf in module._parameters:
+            value = nn.Parameter(value, requires_grad=old.requires_grad)
+        value._is_hf_initialized = True
+        setattr(module, leaf, value)
+    for target, source in tied.items():
+        for name, other in ((target, source), (source, target)):
+            if name not in state.disk and other in state.disk:
+                state.disk[name] = state.disk[other]
+
+
+def _bind(make: Callable[[torch.dtype, Any], Tensor], dtype: torch.dtype, device: str) -> Callable[[], Tensor]:
+    return lambda: make(dtype, device)
+
+
+def _target_dtype(name: str, old: Tensor, load_config: Any) -> torch.dtype:
+    """The number format a parameter is loaded in: bytes stay bytes, the fp32 list stays float32."""
+    for pattern, dtype in (load_config.dtype_plan or {}).items():
+        if old.is_floating_point() and pattern in name.split("."):
+            return dtype
+    return old.dtype
+
+
+def _makers(model: nn.Module, plan: Plan) -> Iterable[tuple[str, Callable[[torch.dtype, Any], Tensor]]]:
+    """Yield (parameter name, function of dtype and device) for everything the plan has tensors for."""
+    wrong = {name for name, _, _ in plan.shape}
+    for name, parameter in model.state_dict().items():
+        place = plan.places.get(canonical(name))
+        if place is not None and name not in wrong:
+            yield name, _plain(place, tuple(parameter.shape))
+    for name, module in iter_experts(model):
+        places = plan.experts.get(layer_of(canonical(name) + "."))
+        if not places:
+            continue
+        for stack, shape in module.stack_shapes().items():
+            matrices = ("w1", "w3") if stack == "gate_up_proj" else ("w2",)
+            if module.storage == "dense":
+                yield f"{name}.{stack}", _dense_stack(places, matrices, shape)
+            elif module.storage == "packed":
+                for ending in ENDINGS["packed"]:
+                    suffix = ending.removeprefix("weight")
+                    yield f"{name}.{stack}{suffix}", _byte_stack(places, matrices, ending, shape)
+
+
+def _plain(place: Place, shape: tuple[int, ...]) -> Callable[[torch.dtype, Any], Tensor]:
+    def make(dtype: torch.dtype, device: Any) -> Tensor:
+        view = place[0].view(place[1])
+        if tuple(view.shape) != shape:
+            # The padded tail: copied, because a save and a cast must not see it.
+            view = view[: shape[0]].clone()
+        return view.to(device=device, dtype=dtype)
+
+    return make
+
+
+def _dense_stack(
+    places: dict[tuple[int, str, str], Place], matrices: tuple[str, ...], shape: tuple[int, int, int]
+) -> Callable[[torch.dtype, Any], Tensor]:
+    """Stack plain or packed experts as dense matrices, one expert at a time."""
+    packed = stored_kind(places) == "packed"
+
+    def make(dtype: torch.dtype, device: Any) -> Tensor:
+        stack = torch.empty(shape, dtype=dtype, device="cpu")
+        for expert, rows in enumerate(stack):
+            for matrix, part in zip(matrices, rows.chunk(len(matrices)), strict=True):
+                stored = [places[expert, matrix, ending] for ending in ENDINGS["packed" if packed else "dense"]]
+                if packed:
+                    decode(*(file.read(entry) for file, entry in stored), dtype=dtype, out=part)
+                elif stored[0][1].torch_dtype == dtype:
+                    stored[0][0].read_into(stored[0][1], part)
+                else:
+                    part.copy_(stored[0][0].read(stored[0][1]))
+        return stack.to(device)
+
+    return make
+
+
+def _byte_stack(
+    places: dict[tuple[int, str, str], Place], matrices: tuple[str, ...], ending: str, shape: tuple[int, int, int]
+) -> Callable[[torch.dtype, Any], Tensor]:
+    """Stack the codes or the scales of packed experts, read straight into their place."""
+    width = shape[2] // (2 if ending == "weight_packed" else GROUP)
+
+    def make(dtype: torch.dtype, device: Any) -> Tensor:
+        stack = torch.empty(*shape[:2], width, dtype=torch.uint8, device="cpu")
+        for expert, rows in enumerate(stack):
+            for matrix, part in zip(matrices, rows.chunk(len(matrices)), strict=True):
+                file, entry = places[expert, matrix, ending]
+                file.read_into(entry, part)
+        return stack.to(device)
+
+    return make
+
+
+def report_vision(checkpoint: Checkpoint) -> None:
+    """Say in one line that a checkpoint has vision tensors and that they stay in their files."""
+    count = sum(1 for name in checkpoint.where if is_vision(name))
+    if count:
+        logger.warning(f"{count} vision and projector tensors are left in their files: this is the text model")

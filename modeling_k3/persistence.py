@@ -1,0 +1,254 @@
+"""How K3 models are loaded and saved: the library's entrances, our reading and writing."""
+
+import copy
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import fields
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers.dynamic_module_utils import custom_object_save
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.modeling_utils import PreTrainedModel
+
+from .checkpoint import Checkpoint, check_loaded
+from .experts import iter_experts
+from .load_plan import Layout, check_plan, make_plan
+from .loading import fill, report_vision
+from .placement import LoadState, apply_storage, current_load, loading, parse_size, serve_from_disk
+from .quantizer import K3Mxfp4Config, check_storage, is_released_block
+from .saving import Staging, layout_to_write, released_items, vision_items
+from .tensor_writer import write_checkpoint
+
+#: What says where a config comes from, for the library's loader and ours alike.
+_HUB = "cache_dir force_download proxies local_files_only token revision subfolder".split()
+#: Options with which the library loads in its own way.
+_BY_LIBRARY = "state_dict gguf_file key_mapping tp_plan tp_size distributed_config device_mesh".split()
+
+
+class K3Persistence(PreTrainedModel):
+    """Loading and saving of all K3 models."""
+
+    _k3_layout: Layout | None = None
+    _k3_disk: Mapping[str, Tensor] = {}
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | PathLike | None,
+        *args: Any,
+        strict: bool = True,
+        expert_storage: str | None = None,
+        dequantize: bool = False,
+        config: Any = None,
+        quantization_config: Any = None,
+        **kwargs: Any,
+    ) -> "K3Persistence":
+        """Load a checkpoint in the released or the flat layout; see the library's method for all other arguments.
+
+        Args:
+            strict: refuse a checkpoint that lacks a tensor of the model, or has one the model does not know, instead
+                of starting from random values with a warning. Exempt: layers beyond `num_hidden_layers`, vision
+                tensors, the language-model head where the class has none, and new classification heads.
+            expert_storage: "packed" (MXFP4 in memory), "mapped" (MXFP4 in the files, read when used), "dense"
+                (expanded), or None: as stored if the checkpoint fits in memory, mapped otherwise.
+            dequantize: expand MXFP4 experts to the model's dtype; the same as `expert_storage="dense"`.
+            config: a config, or a name or path of one.
+            quantization_config: a K3Mxfp4Config states the last two options as well.
+
+        Raises:
+            ValueError: `strict` and the tensors do not match (names the first few); a broken file; an unknown or
+                contradictory option.
+            FileNotFoundError: no safetensors files.
+        """
+        if kwargs.get("use_safetensors") is False:
+            raise ValueError("use_safetensors=False is not allowed: weights are read from safetensors files only")
+        if is_released_block(quantization_config):
+            expert_storage = expert_storage or quantization_config.expert_storage
+            dequantize, quantization_config = dequantize or quantization_config.dequantize, None
+        check_storage(expert_storage, dequantize)
+        path = pretrained_model_name_or_path
+        state = LoadState(
+            strict=strict,
+            storage="dense" if dequantize else expert_storage,
+            by_library=path is None or any(kwargs.get(name) is not None for name in _BY_LIBRARY),
+            max_memory=kwargs.get("max_memory"),
+            has_device_map=kwargs.get("device_map") is not None,
+            path=path,
+        )
+        if not state.by_library:
+            config = _own_config(cls, path, config, kwargs)
+            if config is not None and is_released_block(getattr(config, "quantization_config", None)):
+                config.quantization_config = _own_block(config.quantization_config, state.storage)
+            if os.path.isdir(path) and not (Path(path) / "adapter_config.json").is_file():
+                subfolder = kwargs.get("subfolder") or ""
+                state.checkpoint = Checkpoint.from_directory(path, subfolder, kwargs.get("variant"))
+            kwargs["use_safetensors"] = True
+        if quantization_config is not None:
+            kwargs["quantization_config"] = quantization_config
+        wants_info = kwargs.pop("output_loading_info", False)
+        with loading(state):
+            model, info = super().from_pretrained(path, *args, config=config, output_loading_info=True, **kwargs)
+        if state.disk:
+            serve_from_disk(model, state.disk)
+        if strict:
+            check_loaded(info, model, path)
+        return (model, info) if wants_info else model
+
+    @staticmethod
+    def _load_pretrained_model(
+        model: PreTrainedModel,
+        state_dict: dict[str, Any] | None,
+        checkpoint_files: list[str] | None,
+        load_config: Any,
+        expected_keys: list[str] | None = None,
+    ) -> tuple[Any, dict[str, Any] | None]:
+        """Read files by our plan; leave state dicts, sharded devices and quantisation while loading to the library."""
+        state = current_load()
+        quantizer = load_config.hf_quantizer
+        is_foreign = quantizer is not None and not is_released_block(quantizer.quantization_config)
+        by_library = state.by_library or is_foreign or is_deepspeed_zero3_enabled() or state_dict is not None
+        if by_library or not checkpoint_files or load_config.device_mesh is not None:
+            return PreTrainedModel._load_pretrained_model(
+                model, state_dict, checkpoint_files, load_config, expected_keys
+            )
+        state.checkpoint = state.checkpoint or Checkpoint.from_files(checkpoint_files)
+        apply_storage(model, state.checkpoint, state)
+        plan = make_plan(model, state.checkpoint)
+        info = check_plan(plan, model, state)
+        report_vision(state.checkpoint)
+        fill(model, plan, load_config, state)
+        info.missing_keys -= set(state.disk)
+        plan.layout.is_nested = model.config.released_config is not None
+        model._k3_layout = model.base_model._k3_layout = plan.layout
+        for file in state.checkpoint.files:
+            file.forget_header()
+        return info, {name: {} for name in state.disk} or None
+
+    def save_pretrained(
+        self,
+        save_directory: str | PathLike,
+        is_main_process: bool = True,
+        state_dict: dict[str, Tensor] | None = None,
+        push_to_hub: bool = False,
+        max_shard_size: int | str = "50GB",
+        variant: str | None = None,
+        vision: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        """Save under the released names, in the layout that was read (see `saving`), in one atomic step.
+
+        Args:
+            save_directory: made if it is not there. May be the directory the model was loaded from.
+            is_main_process: other processes write nothing.
+            state_dict: what to save instead of the model's own tensors.
+            push_to_hub: upload afterwards; `repo_id`, `token`, `commit_message`, `create_pr` and `private` as in the
+                library.
+            max_shard_size: of one file.
+            variant: written into the file names.
+            vision: carry the vision tensors of the loaded checkpoint over, untouched.
+            kwargs: options of the library's method. Adapters, its own parameter names
+                (`save_original_format=False`), distributed checkpoints and other quantisations are its business.
+
+        Raises:
+            ValueError: a size that is none; `vision` without vision tensors.
+            NotADirectoryError: `save_directory` is a file.
+        """
+        limit = parse_size(max_shard_size, "max_shard_size")
+        options = {"state_dict": state_dict, "max_shard_size": max_shard_size, "variant": variant, **kwargs}
+        tensors = None if self._saves_by_library(kwargs) else dict(state_dict or self.state_dict())
+        if tensors is None or any(hasattr(tensor, "full_tensor") for tensor in tensors.values()):
+            super().save_pretrained(save_directory, is_main_process, push_to_hub=push_to_hub, **options)
+            return
+        target = Path(save_directory)
+        if target.is_file():
+            raise NotADirectoryError(f"save_directory={str(target)!r} is a file")
+        if not is_main_process:
+            return
+        layout = layout_to_write(self, self._k3_layout)
+        items = list(released_items(self, tensors, layout, self._k3_disk))
+        items += vision_items(layout) if vision else []
+        target.mkdir(parents=True, exist_ok=True)
+        with Staging(target) as staging:
+            self._write_side_files(staging.path)
+            write_checkpoint(
+                staging.path,
+                items,
+                limit,
+                variant=variant,
+                digits=6 if self.config.released_config is not None else 5,
+                total_parameters=self.num_parameters(),
+            )
+            staging.commit(variant)
+        if push_to_hub:
+            _upload(target, kwargs)
+
+    def _saves_by_library(self, options: dict[str, Any]) -> bool:
+        quantizer = self.__dict__.get("hf_quantizer")
+        is_foreign = quantizer is not None and not is_released_block(quantizer.quantization_config)
+        asks_for_it = options.get("distributed_checkpoint") or not options.get("save_original_format", True)
+        return bool(is_foreign or asks_for_it or self.__dict__.get("_hf_peft_config_loaded"))
+
+    def _write_side_files(self, folder: Path) -> None:
+        """config.json, generation_config.json, and the code where the class was registered to travel with weights."""
+        self.config.dtype = str(self.dtype).removeprefix("torch.")
+        self.config.architectures = [type(self).__name__.removeprefix("FSDP")]
+        if self.is_remote_code():
+            custom_object_save(self, folder, config=self.config)
+        self.config.save_pretrained(folder)
+        if self.can_generate():
+            self.generation_config.save_pretrained(folder)
+
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """Count weights, packed and mapped ones too, each as one; see the library's method."""
+        total = super().num_parameters(only_trainable, exclude_embeddings)
+        for _, module in iter_experts(self):
+            if module.storage != "dense" and not only_trainable:
+                total += module.count_weights() - sum(stack.numel() for stack in module.parameters(recurse=False))
+        return total
+
+    def get_memory_footprint(self, return_buffers: bool = True) -> int:
+        """Bytes of all parameters (and buffers), with mapped experts at their size in the files.
+
+        What is mapped is dropped by the system when memory is short: this is what the model reads, not what it holds.
+        """
+        return super().get_memory_footprint(return_buffers) + sum(m.mapped_bytes() for _, m in iter_experts(self))
+
+
+def _own_config(cls: type, path: str | PathLike, config: Any, kwargs: dict[str, Any]) -> Any:
+    """Return a config of our own to change, as the library would make it; None where only the library knows how."""
+    if config is not None and not isinstance(config, (str, os.PathLike)):
+        return copy.deepcopy(config)
+    source = path if config is None else config
+    adapter = Path(source) / "adapter_config.json"
+    if adapter.is_file() and not (Path(source) / "config.json").is_file():
+        source = json.loads(adapter.read_text())["base_model_name_or_path"]
+    hub = {name: kwargs[name] for name in _HUB if kwargs.get(name) is not None}
+    own = cls.config_class.from_pretrained(source, **hub)
+    # The rest of the config's fields may be given beside the path; `dtype` is the loader's.
+    names = {field.name for field in fields(own)} | set(own.attribute_map)
+    for name in [name for name in kwargs if name in names and name not in ("dtype", *hub)]:
+        setattr(own, name, kwargs.pop(name))
+    return own
+
+
+def _own_block(block: Any, storage: str | None) -> K3Mxfp4Config:
+    """The released block under our label, with this load's form of experts."""
+    return K3Mxfp4Config(expert_storage=storage, block=block if isinstance(block, dict) else block.to_dict())
+
+
+def _upload(folder: Path, options: dict[str, Any]) -> None:
+    """Upload a saved folder to the hub."""
+    from huggingface_hub import HfApi
+
+    api = HfApi(token=options.get("token"))
+    repo = api.create_repo(options.get("repo_id") or folder.name, exist_ok=True, private=options.get("private"))
+    api.upload_folder(
+        repo_id=repo.repo_id,
+        folder_path=folder,
+        commit_message=options.get("commit_message"),
+        create_pr=options.get("create_pr"),
+    )

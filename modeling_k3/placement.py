@@ -1,0 +1,180 @@
+"""Where experts live: which storage form a load uses, from what the files hold, what fits, and the device map."""
+
+import os
+import re
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.utils import logging
+
+from .checkpoint import EXPERT, Checkpoint, canonical, layer_of
+from .experts import iter_experts
+
+logger = logging.get_logger(__name__)
+
+#: Forms a user may ask for. None: mapped when the checkpoint does not fit in memory, otherwise as it is stored.
+STORAGES = ("dense", "packed", "mapped")
+# The rest is for activations, caches and everybody else on the machine.
+_SHARE_OF_MEMORY = 0.8
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+@dataclass
+class LoadState:
+    """What one `from_pretrained` call was asked for, and what its steps tell each other.
+
+    Args:
+        strict: refuse what does not fit, see `K3PreTrainedModel.from_pretrained`.
+        storage: of the experts, one of `STORAGES` or None.
+        by_library: leave the whole load to the library (options that only its route knows).
+        max_memory: the user's limits for the device map.
+        has_device_map: whether there is one; without it everything goes to the CPU.
+        path: named in messages.
+        checkpoint: the opened directory, as soon as it is known.
+        disk: parameters that the device map leaves on disk, by name.
+    """
+
+    strict: bool = True
+    storage: str | None = None
+    by_library: bool = False
+    max_memory: Mapping[Any, Any] | None = None
+    has_device_map: bool = False
+    path: str | os.PathLike | None = None
+    checkpoint: Checkpoint | None = None
+    disk: dict[str, Callable[[], Tensor]] = field(default_factory=dict)
+
+
+_STATE: ContextVar[LoadState | None] = ContextVar("k3_load_state", default=None)
+
+
+def current_load() -> LoadState:
+    """The load this code runs in; defaults outside of one."""
+    return _STATE.get() or LoadState()
+
+
+@contextmanager
+def loading(state: LoadState) -> Iterator[LoadState]:
+    """Make `state` the current load."""
+    token = _STATE.set(state)
+    try:
+        yield state
+    finally:
+        _STATE.reset(token)
+
+
+def parse_size(size: int | str, name: str = "size") -> int:
+    """Turn "5GB", "300 MiB" or a number into bytes.
+
+    Raises:
+        ValueError: anything else.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
+    if isinstance(size, bool) or not found or found[2].upper() not in _UNITS:
+        raise ValueError(f"{name}={size!r} is no size; allowed are numbers of bytes, and e.g. '5GB' or '300MiB'")
+    return int(float(found[1]) * _UNITS[found[2].upper()])
+
+
+def available_memory() -> int:
+    """Bytes of main memory this process may still take: what the system has, within its control group's limit."""
+    free = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    try:
+        found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+        free += [int(found[1]) * 1024] if found else []
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        if limit != "max":
+            free.append(int(limit) - int(Path("/sys/fs/cgroup/memory.current").read_text()))
+    except (OSError, ValueError):
+        pass
+    return max(min(free), 0)
+
+
+def fit(state: LoadState) -> int:
+    """Bytes that the load may fill: main memory, or the accelerators' memory where a device map may use them."""
+    if state.max_memory is not None:
+        return sum(parse_size(limit, f"max_memory[{device!r}]") for device, limit in state.max_memory.items())
+    if state.has_device_map and torch.cuda.is_available():
+        return sum(torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count()))
+    return available_memory()
+
+
+def apply_storage(model: nn.Module, checkpoint: Checkpoint, state: LoadState) -> None:
+    """Give every expert module the form it will be loaded in. What is packed is decided by the stored names alone.
+
+    Args:
+        model: on the meta device; changed.
+        checkpoint: what will be loaded.
+        state: `state.storage` is filled in where it is None.
+    """
+    modules = {layer_of(canonical(name) + "."): module for name, module in iter_experts(model)}
+    packed: set[int] = set()
+    for name in checkpoint.where:
+        if name.endswith(".weight_packed"):
+            found = EXPERT.fullmatch(canonical(name))
+            packed.update([int(found[1])] if found else [])
+    if state.storage is None:
+        state.storage = _choose(modules, packed, checkpoint, state)
+    for layer, module in modules.items():
+        if state.storage == "packed" and layer not in packed:
+            continue
+        if module.storage != state.storage:
+            module.use_storage(state.storage)
+
+
+def _choose(modules: dict[int | None, Any], packed: set[int], checkpoint: Checkpoint, state: LoadState) -> str:
+    """Mapped when the files that are needed do not fit; otherwise as stored. Says which, where experts are packed."""
+    is_packed = bool(packed & modules.keys())
+    deepest = max((layer for layer in modules if layer is not None), default=-1)
+    files = {file for name, file in checkpoint.where.items() if (layer_of(canonical(name)) or 0) <= deepest}
+    needed, room = sum(file.path.stat().st_size for file in files if file.path.exists()), fit(state)
+    fits = needed <= _SHARE_OF_MEMORY * room
+    if not modules or (fits and not is_packed) or (state.has_device_map and not is_packed):
+        # A device map that puts dense layers on disk has its own way.
+        return "dense"
+    chosen = "packed" if fits else "mapped"
+    logger.warning(
+        f"routed experts are {chosen}: {needed / 1e9:.2f} GB of files, {room / 1e9:.2f} GB of memory available "
+        "(expert_storage='packed', 'mapped' or 'dense' chooses)"
+    )
+    return chosen
+
+
+class LazyTensors(Mapping[str, Tensor]):
+    """Parameters that stay in the checkpoint's files: made when asked for, held by nobody."""
+
+    def __init__(self, makers: Mapping[str, Callable[[], Tensor]]) -> None:
+        self._makers = makers
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._makers[name]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._makers)
+
+    def __len__(self) -> int:
+        return len(self._makers)
+
+
+def serve_from_disk(model: nn.Module, makers: Mapping[str, Callable[[], Tensor]]) -> None:
+    """Let accelerate's hooks take parameters on "disk" from our maps.
+
+    Its own loader opens the file and parses the header for each parameter of each forward, on maps that need the
+    file's size as memory, and knows neither padding nor stacked experts.
+    """
+    lazy = LazyTensors(makers)
+    loaders = {}
+    for module in model.modules():
+        hook = getattr(module, "_hf_hook", None)
+        for single in getattr(hook, "hooks", (hook,)):
+            loader = getattr(getattr(single, "weights_map", None), "dataset", None)
+            if loader is not None:
+                loaders[id(loader)] = loader
+    for loader in loaders.values():
+        loader.state_dict = ChainMap(lazy, loader.state_dict)
+    model._k3_disk = lazy

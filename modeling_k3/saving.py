@@ -1,0 +1,163 @@
+"""From parameters to files: released names, the layout that was read, one atomic step.
+
+What a directory gets as config.json: a model that was read from the released layout writes the nested released
+dictionary (outer `kimi_k3`, its `text_config`, the quantisation block at the level where it stood; no `auto_map`) and
+tensors with the prefix `language_model.`; every other model writes a flat dictionary (`model_type` "k3") and plain
+names. `config.released_config = None` before saving asks for flat. Padding that was read is written back, experts are
+written in the form they are in: MXFP4 bytes, or plain matrices after `dequantize=True`.
+"""
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .checkpoint import TEXT_PREFIX, canonical, is_vision
+from .experts import iter_experts
+from .load_plan import Layout
+from .tensor_files import DTYPE_NAMES, INDEX_NAME, SINGLE_NAME
+from .tensor_writer import Item, sync_directory
+
+_WEIGHTS = re.compile(r"model(\..+)?(-\d{5}-of-\d{5,6})?\.safetensors(\.index\.json)?")
+
+
+def layout_to_write(model: nn.Module, layout: Layout | None) -> Layout:
+    """How the names will be spelled.
+
+    Args:
+        model: what is saved; its config decides between flat and released.
+        layout: what was read, or None for a model that was built in code.
+    """
+    is_nested = model.config.released_config is not None
+    read = layout if layout is not None else Layout(prefix=TEXT_PREFIX if is_nested else "", decoder="")
+    is_decoder = model.base_model is model
+    return Layout(
+        prefix="" if read.is_nested and not is_nested else read.prefix,
+        decoder=read.decoder if is_decoder else "model.",
+        padded=read.padded,
+        checkpoint=read.checkpoint,
+    )
+
+
+def released_items(
+    model: nn.Module, tensors: Mapping[str, Tensor], layout: Layout, disk: Mapping[str, Tensor]
+) -> Iterator[Item]:
+    """Yield every tensor of a state dict under its name on disk.
+
+    Args:
+        model: whose names the state dict has.
+        tensors: the state dict; entries on the meta device are taken from `disk`.
+        layout: spelling and padding.
+        disk: parameters that a device map left on disk.
+    """
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    stacks = {f"{name}.": module for name, module in iter_experts(model)}
+
+    def spell(name: str) -> str:
+        short = canonical(name)
+        is_decoder = canonical(f"model.{short}") == short
+        return layout.prefix + (layout.decoder if is_decoder else "") + short
+
+    for prefix, module in stacks.items():
+        own = {name: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+        for name, matrix in module.released(own, prefix):
+            make = _from_stack(module, prefix, name, disk) if matrix.is_meta else (lambda matrix=matrix: matrix)
+            yield Item(spell(name), DTYPE_NAMES[matrix.dtype], tuple(matrix.shape), make)
+    for name, tensor in tensors.items():
+        if name in tied or any(name.startswith(prefix) for prefix in stacks):
+            continue
+        length = layout.padded.get(canonical(name))
+        shape = tuple(tensor.shape) if length is None else (length,)
+        yield Item(spell(name), DTYPE_NAMES[tensor.dtype], shape, _padded(name, tensor, length, disk))
+
+
+def _padded(name: str, tensor: Tensor, length: int | None, disk: Mapping[str, Tensor]) -> Callable[[], Tensor]:
+    def make() -> Tensor:
+        value = (disk[name].to(tensor.dtype) if tensor.is_meta else tensor).detach()
+        if length is None:
+            return value
+        return torch.cat([value, value.new_zeros(length - value.shape[0])])
+
+    return make
+
+
+def _from_stack(module: Any, prefix: str, wanted: str, disk: Mapping[str, Tensor]) -> Callable[[], Tensor]:
+    """One matrix of a stack that stays on disk. The stack is made for the matrix: slow, small."""
+
+    def make() -> Tensor:
+        for stack in [name for name in disk if name.startswith(prefix)]:
+            for name, matrix in module.released({stack: disk[stack]}, prefix):
+                if name == wanted:
+                    return matrix
+        raise ValueError(f"{wanted!r} is on the meta device and not on disk: there is nothing to save")
+
+    return make
+
+
+def vision_items(layout: Layout) -> Iterator[Item]:
+    """Yield the vision and projector tensors of the checkpoint that was read, untouched.
+
+    Raises:
+        ValueError: nothing was read, or it had none.
+    """
+    names = [] if layout.checkpoint is None else [name for name in layout.checkpoint.where if is_vision(name)]
+    if not names:
+        raise ValueError("vision=True, but the checkpoint that was loaded has no vision tensors to carry over")
+    for name, (file, entry) in layout.checkpoint.locate(names)[0].items():
+        yield Item(name, entry.dtype, entry.shape, lambda file=file, entry=entry: file.view(entry))
+
+
+class Staging:
+    """A hidden folder inside the target; `commit` moves its files into place, weights last.
+
+    A reader sees the old checkpoint, or none (an index or single file is the last thing to appear), or the new one.
+    Files that are mapped by a loaded model are replaced, never written to.
+    """
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+        self.path = target / f".saving-{os.getpid()}"
+
+    def __enter__(self) -> "Staging":
+        shutil.rmtree(self.path, ignore_errors=True)
+        self.path.mkdir(parents=True)
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def commit(self, variant: str | None = None) -> None:
+        """Move everything into place and remove what is left of an earlier checkpoint of the same variant."""
+        single, index = (_named(name, variant) for name in (SINGLE_NAME, INDEX_NAME))
+        new = sorted(path.name for path in self.path.iterdir())
+        last = [name for name in new if name in (single, index)]
+        old = [path.name for path in self.target.iterdir() if _is_weights(path.name, variant)]
+        if single not in new:
+            for name in (single, index):
+                (self.target / name).unlink(missing_ok=True)
+        for name in [name for name in new if name not in last] + last:
+            self._replace(name)
+        for name in old:
+            if name not in new:
+                (self.target / name).unlink(missing_ok=True)
+        sync_directory(self.target)
+
+    def _replace(self, name: str) -> None:
+        source, target = self.path / name, self.target / name
+        if source.is_dir() and target.is_dir():
+            shutil.rmtree(target)
+        os.replace(source, target)
+
+
+def _is_weights(name: str, variant: str | None) -> bool:
+    found = _WEIGHTS.fullmatch(name)
+    return found is not None and found[1] == (None if variant is None else f".{variant}")
+
+
+def _named(name: str, variant: str | None) -> str:
+    return name if variant is None else name.replace("model.", f"model.{variant}.", 1)
