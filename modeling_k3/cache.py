@@ -1,161 +1,217 @@
-"""K3Cache: what a K3 model remembers between calls.
+"""K3Cache: what a K3 model remembers between calls, one `cache_layers` object for each layer.
 
-    KDA layer   recurrent state [B, H, K, V] in at least float32, three convolution windows [B, H * K, W]:
-                constant size
-    MLA layer   normalised latent [B, 1, S, kv_lora_rank] (`keys`) and shared key part [B, 1, S, rope] (`values`):
-                grows with S, and is about 50 times smaller than expanded keys and values
+    KDA layer   state and convolution windows of constant size; with rollback an earlier state and the inputs since then
+    MLA layer   latents that grow with the tokens
 
 Nothing of AttnRes is cached: it runs over depth, within one token.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import Cache, DynamicCache
 
+from .cache_layers import NOT_LOGGED, K3LatentLayer, K3LinearLayer
 from .configuration_k3 import K3Config
-
-#: Streams with a short convolution of their own: query, key, value.
-NUM_WINDOWS = 3
-
-
-class K3LinearLayer(LinearAttentionCacheLayerMixin):
-    """State of one KDA layer. Tensors are replaced, never written to, so that copies of a cache stay independent."""
-
-    is_compileable = False
-    is_croppable = False
-
-    def __init__(self) -> None:
-        super().__init__(number_of_states=NUM_WINDOWS)
-        self.seen_tokens = 0
-
-    def lazy_initialization(
-        self, conv_states: Tensor | None = None, recurrent_states: Tensor | None = None, state_idx: int = 0
-    ) -> None:
-        """Nothing to prepare: the first `remember` brings the tensors."""
-
-    def remember(self, windows: Sequence[Tensor], state: Tensor, num_tokens: int) -> None:
-        """Replace windows and state after `num_tokens` more tokens (padding included)."""
-        for index, window in enumerate(windows):
-            self.update_conv_state(window, index)
-        self.update_recurrent_state(state)
-        self.seen_tokens += num_tokens
-
-    def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **kwargs: object) -> Tensor:
-        """Replace one window by its successor [B, H * K, W]."""
-        self.conv_states[state_idx] = conv_states
-        self.is_conv_states_initialized[state_idx] = self.has_previous_state[state_idx] = True
-        self.dtype, self.device = conv_states.dtype, conv_states.device
-        return conv_states
-
-    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: object) -> Tensor:
-        """Replace the recurrent state by its successor [B, H, K, V]."""
-        self.recurrent_states[state_idx] = recurrent_states
-        self.is_recurrent_states_initialized[state_idx] = True
-        return recurrent_states
-
-    @property
-    def windows(self) -> list[Tensor] | None:
-        """The three windows, or None before the first token."""
-        return [self.conv_states[i] for i in range(NUM_WINDOWS)] if self.has_previous_state[0] else None
-
-    @property
-    def state(self) -> Tensor | None:
-        """The recurrent state, or None before the first token."""
-        return self.recurrent_states[0] if self.has_previous_state[0] else None
-
-    def get_seq_length(self) -> int:
-        """Tokens seen, padding included."""
-        return self.seen_tokens
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of a mask over everything seen and `query_length` new tokens."""
-        return self.seen_tokens + query_length, 0
-
-    def reset(self) -> None:
-        """Forget everything."""
-        super().reset()
-        self.__init__()
-
-    def _map_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
-        if self.has_previous_state[0]:
-            self.conv_states = {i: fn(window) for i, window in self.conv_states.items()}
-            self.recurrent_states[0] = fn(self.recurrent_states[0])
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Keep the rows `beam_idx`, in this order."""
-        self._map_batch(lambda x: x.index_select(0, beam_idx.to(x.device)))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows `indices` (numbers or a mask)."""
-        self._map_batch(lambda x: x[indices.to(x.device)])
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row `repeats` times."""
-        self._map_batch(lambda x: x.repeat_interleave(repeats, dim=0))
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Refuse: see `K3Cache.crop`."""
-        raise ValueError(_no_crop(tokens_to_remove))
 
 
 class K3Cache(DynamicCache):
     """The cache of a K3 model; `generate` makes one by itself.
 
+    Any continuation from it equals a computation from scratch, or raises before anything has changed.
+
     Args:
         config: decides which layers are KDA and which are MLA.
+        rollback_tokens: at least so many of the latest tokens can be taken back by `crop`. None: none, until
+            `activate_past_recording`, which assisted decoding calls.
+        rollback_bytes: the same, as a limit on what the logged inputs of one row may take in all layers, beside one
+            more state for each KDA layer.
 
-    Not yet honoured, and refused: removing tokens (`crop`), hence assisted decoding; offloading.
+    Raises:
+        ValueError: both windows, a window below 1, or bytes that do not suffice for one token.
     """
 
-    def __init__(self, config: K3Config) -> None:
-        layers = [K3LinearLayer() if kind == "linear_attention" else DynamicLayer() for kind in config.layer_types]
-        Cache.__init__(self, layers=layers)
+    def __init__(
+        self, config: K3Config, *, rollback_tokens: int | None = None, rollback_bytes: int | None = None
+    ) -> None:
+        kinds = config.layer_types
+        Cache.__init__(
+            self, layers=[K3LinearLayer() if kind == "linear_attention" else K3LatentLayer() for kind in kinds]
+        )
         #: Set once padding went in: from then on a call without a mask over all positions would read padding.
         self.has_padding = False
+        #: [B, seen] bool, False at padding; None where no call has told.
+        self.real: Tensor | None = None
+        #: What `crop` has done so far.
+        self.counters = {"rollbacks": 0, "rolled_back_tokens": 0}
+        if rollback_tokens is not None and rollback_bytes is not None:
+            raise ValueError("rollback_tokens and rollback_bytes are given; allowed is one of them")
+        if rollback_bytes is not None:
+            rollback_tokens = rollback_bytes // (2 * max(1, logged_bytes_per_token(config)))
+        if rollback_tokens is not None:
+            if rollback_tokens < 1:
+                need = f"rollback_bytes of at least {2 * logged_bytes_per_token(config)}, or rollback_tokens above 0"
+                raise ValueError(f"rollback of {rollback_tokens} tokens; allowed are {need}")
+            self.keep_log(rollback_tokens)
 
     def linear_layer(self, layer_idx: int) -> K3LinearLayer:
         """The state of KDA layer `layer_idx`."""
         return self.layers[layer_idx]
 
+    # -- what is in it ------------------------------------------------------------------------------------------
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens seen, padding included; also for a KDA layer, and for models without any MLA layer."""
         return self.layers[layer_idx].get_seq_length() if layer_idx < len(self.layers) else 0
-
-    @property
-    def held_batch_size(self) -> int | None:
-        """Rows in the cache, or None while it is empty."""
-        for layer, is_linear in zip(self.layers, self.is_linear, strict=True):
-            tensor = layer.state if is_linear else layer.keys
-            if tensor is not None and tensor.numel():
-                return tensor.shape[0]
-        return None
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Length and offset of a mask over everything seen and `query_length` new tokens."""
         return self.layers[layer_idx].get_mask_sizes(query_length)
 
-    def reset(self) -> None:
-        """Forget everything, keep the object."""
-        super().reset()
-        self.has_padding = False
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove tokens from the end. Refused before anything changes if there is a KDA layer.
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """The state of a KDA layer, or None before the first token.
 
         Raises:
-            ValueError: a KDA state cannot be taken back without a snapshot.
+            ValueError: not a KDA layer, or tokens were taken back: the next call brings the state up again.
         """
-        if tokens_to_remove and any(self.is_linear) and self.get_seq_length():
-            raise ValueError(_no_crop(tokens_to_remove))
+        if any(is_linear and layer.is_behind for layer, is_linear in zip(self.layers, self.is_linear, strict=True)):
+            raise ValueError("recurrent state: tokens were taken back; it exists again after the next forward")
+        return super().get_recurrent_state(layer_idx, state_idx)
+
+    @property
+    def held_batch_size(self) -> int | None:
+        """Rows in the cache, or None while it is empty."""
+        return next((t.shape[0] for t in (layer.any_tensor() for layer in self.layers) if t is not None), None)
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes by kind: `latent`, `state`, `window`, `rollback`, `reserved` (room for latents to come), `total`."""
+        sizes = dict.fromkeys(("latent", "state", "window", "rollback", "reserved"), 0)
+        for layer, is_linear in zip(self.layers, self.is_linear, strict=True):
+            if is_linear:
+                sizes["state"] += 0 if layer.state is None else layer.state.nbytes
+                sizes["window"] += sum(window.nbytes for window in layer.windows or [])
+                sizes["rollback"] += 0 if layer.log is None else layer.log.nbytes()
+            elif layer.get_seq_length():
+                sizes["latent"] += layer.keys.nbytes + layer.values.nbytes
+                sizes["reserved"] += layer.reserved_bytes()
+        return {**sizes, "total": sum(sizes.values())}
+
+    def note_padding(self, padding: Tensor | None, batch: int, count: int, device: torch.device) -> None:
+        """Write down which of `count` tokens about to come are padding ([B, count] bool, False at padding; or None)."""
+        if padding is None and not self.has_padding:
+            return
+        known = self.real
+        if known is None:
+            known = torch.ones(batch, self.get_seq_length(), dtype=torch.bool, device=device)
+        new = torch.ones(batch, count, dtype=torch.bool, device=device) if padding is None else padding
+        self.has_padding, self.real = True, torch.cat([known.to(device), new], dim=1)
+
+    # -- all or nothing -----------------------------------------------------------------------------------------
+
+    def mark(self) -> list[dict[str, Any]]:
+        """What `restore` needs to bring the cache back as it is now; no memory: tensors are replaced, never written to.
+
+        A mark is good until `restore` or until the next call has succeeded.
+        """
+        marks = [{"has_padding": self.has_padding, "real": self.real}]
+        for layer in self.layers:
+            held = {k: dict(v) if isinstance(v, dict) else v for k, v in vars(layer).items()}
+            if held.get("log") is not None:
+                held["log"] = held["log"].copy()
+            marks.append(held)
+        return marks
+
+    def restore(self, marks: list[dict[str, Any]]) -> None:
+        """Bring the cache back to a mark: a call that failed half-way has then not happened."""
+        vars(self).update(marks[0])
+        for layer, held in zip(self.layers, marks[1:], strict=True):
+            vars(layer).clear()
+            vars(layer).update(held)
+
+    # -- rollback -----------------------------------------------------------------------------------------------
+
+    def keep_log(self, window: int) -> None:
+        """From now on keep what it takes to give `window` tokens back. A wider window than asked for stays."""
+        for layer, is_linear in zip(self.layers, self.is_linear, strict=True):
+            if is_linear:
+                layer.keep_log(window)
+
+    @property
+    def rollback_limit(self) -> int:
+        """Tokens that `crop` can take back now."""
+        limits = [layer.rollback_limit for layer, linear in zip(self.layers, self.is_linear, strict=True) if linear]
+        return min([*limits, self.get_seq_length()])
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take the last `-tokens_to_remove` tokens back, in every layer or in none.
+
+        Args:
+            tokens_to_remove: 0 or negative, as everywhere in the library.
+
+        Raises:
+            ValueError: positive, or more tokens than `rollback_limit`; nothing has changed then.
+        """
+        if tokens_to_remove > 0 or -tokens_to_remove > self.rollback_limit:
+            raise ValueError(
+                f"crop({tokens_to_remove}) cannot be honoured: allowed are {-self.rollback_limit} to 0, how many of "
+                f"the {self.get_seq_length()} tokens to remove; {NOT_LOGGED}"
+            )
+        if tokens_to_remove:
+            for layer in self.layers:
+                layer.crop(tokens_to_remove)
+            self._map_real(lambda x: x[:, :tokens_to_remove])
+            self.counters["rollbacks"] += 1
+            self.counters["rolled_back_tokens"] -= tokens_to_remove
+
+    # -- every tensor -------------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Forget everything, keep the object and its rollback window."""
+        super().reset()
+        self.has_padding, self.real = False, None
+
+    def to(self, device: torch.device | str) -> "K3Cache":
+        """Move every tensor to `device`; returns the cache."""
+        for layer in self.layers:
+            layer.map_tensors(lambda x: x.to(device))
+            if getattr(layer, "device", None) is not None:
+                layer.device = torch.device(device)
+        self._map_real(lambda x: x.to(device))
+        return self
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Keep the rows `beam_idx`, in this order."""
+        super().reorder_cache(beam_idx)
+        self._map_real(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows `indices` (numbers or a mask)."""
+        super().batch_select_indices(indices)
+        self._map_real(lambda x: x[indices.to(x.device)])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row `repeats` times."""
+        super().batch_repeat_interleave(repeats)
+        self._map_real(lambda x: x.repeat_interleave(repeats, dim=0))
+
+    def reserve(self, num_tokens: int) -> None:
+        """Make room for this many tokens in all, so that a prefill in pieces does not copy what it has."""
         for layer, is_linear in zip(self.layers, self.is_linear, strict=True):
             if not is_linear:
-                layer.crop(tokens_to_remove)
+                layer.reserve(num_tokens)
+
+    def _map_real(self, fn: Callable[[Tensor], Tensor]) -> None:
+        if self.real is not None:
+            self.real = fn(self.real)
+            if self.real.all():
+                # The padding went away with a row or with the last tokens.
+                self.has_padding, self.real = False, None
 
 
-def _no_crop(tokens_to_remove: int) -> str:
-    return (
-        f"crop({tokens_to_remove}) cannot be honoured: the recurrent state of a KDA layer holds every token it has "
-        "seen and cannot give one back; prefill the shorter prompt into a fresh K3Cache instead"
-    )
+def logged_bytes_per_token(config: K3Config) -> int:
+    """Bytes that the rollback log takes for one token of one row, in all KDA layers."""
+    heads, width = config.kda_num_heads, config.kda_head_dim
+    itemsize = (config.dtype or torch.float32).itemsize
+    return config.layer_types.count("linear_attention") * (3 * heads * width + width + heads) * itemsize

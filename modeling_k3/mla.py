@@ -4,8 +4,10 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .attention_span import AttentionSpan
 from .cache import K3Cache
 from .configuration_k3 import K3Config
+from .mla_forms import latent_attention, prefers_absorbed
 from .norms import K3RMSNorm
 from .precision import at_least_fp32, upcast
 
@@ -77,6 +79,7 @@ class K3MLAttention(nn.Module):
         attention_mask: Tensor | None = None,
         cache: K3Cache | None = None,
         padding_mask: Tensor | None = None,
+        span: AttentionSpan | None = None,
         **kwargs: object,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend.
@@ -86,6 +89,8 @@ class K3MLAttention(nn.Module):
             attention_mask: what the attention implementation in use expects, [B, 1, T, S] or None (causal).
             cache: continued and updated; None starts from nothing.
             padding_mask: [B, T] bool, False at padding; None: no padding.
+            span: what may be read, in the place of `attention_mask`: then the forms of `mla_forms` are used, absorbed
+                for few new tokens.
 
         Returns:
             [B, T, D], zero at padding, and the weights [B, H, T, S] where the implementation forms them.
@@ -96,10 +101,14 @@ class K3MLAttention(nn.Module):
         if cache is not None:
             latent, shared = cache.update(latent.unsqueeze(1), shared.unsqueeze(1), self.layer_idx)
             latent, shared = latent.squeeze(1), shared.squeeze(1)
-        key, value = self._expand(latent, shared)
-
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
-        o, weights = attend(self, query, key, value, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs)
+        if span is not None and self._has_plain_weight():
+            o, weights = self._attend_to_latents(query, latent, shared, span)
+        else:
+            if span is not None:
+                attention_mask = self._pair_mask(span, query)
+            key, value = self._expand(latent, shared)
+            attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
+            o, weights = attend(self, query, key, value, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs)
         o = o.flatten(-2)
         if self.use_output_gate:
             o = (upcast(o) * upcast(self.g_proj(hidden_states)).sigmoid()).to(o.dtype)
@@ -120,3 +129,33 @@ class K3MLAttention(nn.Module):
         key, value = expanded.split([self.nope_dim, self.v_head_dim], dim=-1)
         shared = shared.unsqueeze(1).expand(-1, self.num_heads, -1, -1)
         return torch.cat([key, shared], dim=-1), value
+
+    def _has_plain_weight(self) -> bool:
+        """Whether W_kvb can be read as a matrix: not quantised, not wrapped by an adapter, not loaded on demand."""
+        weight = self.kv_b_proj.weight if type(self.kv_b_proj) is nn.Linear else None
+        return weight is not None and weight.is_floating_point() and not weight.is_meta and weight.itemsize > 1
+
+    def _attend_to_latents(
+        self, query: Tensor, latent: Tensor, shared: Tensor, span: AttentionSpan
+    ) -> tuple[Tensor, Tensor | None]:
+        return latent_attention(
+            query,
+            latent,
+            shared,
+            self.kv_b_proj.weight,
+            span,
+            scaling=self.scaling,
+            absorb=prefers_absorbed(query.shape[2], self.kv_lora_rank, self.nope_dim, self.v_head_dim),
+            output_weights=self.config._attn_implementation == "eager",
+        )
+
+    def _pair_mask(self, span: AttentionSpan, query: Tensor) -> Tensor | None:
+        """The mask per pair of tokens, as the implementation in use adds or selects it."""
+        length = query.shape[2]
+        allowed = span.allowed(slice(0, length), slice(0, span.past + length), query.device)
+        if allowed is None:
+            return None
+        allowed = allowed.expand(query.shape[0], 1, length, -1)
+        if self.config._attn_implementation != "eager":
+            return allowed
+        return query.new_zeros(allowed.shape).masked_fill(~allowed, torch.finfo(query.dtype).min)

@@ -1,0 +1,222 @@
+"""How K3 generates: prefill in pieces, prefix reuse, rollback for drafts, and which kinds of cache are possible."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicCache
+from transformers.generation import GenerationConfig, GenerationMixin
+from transformers.generation.candidate_generator import CandidateGenerator, EarlyExitCandidateGenerator
+
+from .cache import K3Cache
+from .cache_layers import DEFAULT_ROLLBACK
+from .prefix_cache import PrefixCache
+
+#: Tokens (rows times length) that a prefill puts through the model at once, unless `prefill_chunk_size` says otherwise:
+#: the working set of AttnRes and KDA grows with them, the work does not.
+PREFILL_TOKENS = 2048
+
+
+class _K3EarlyExit(EarlyExitCandidateGenerator):
+    """Drafts with the model's first layers; puts the layer lists back, which a smaller depth cuts."""
+
+    def get_candidates(self, input_ids: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        config = self.assistant_model.config
+        depth, linear = config.num_hidden_layers, config.linear_attn_config
+        try:
+            return super().get_candidates(input_ids, **kwargs)
+        finally:
+            config.num_hidden_layers, config.linear_attn_config = depth, linear
+
+
+class K3GenerationMixin(GenerationMixin):
+    """`generate` for K3. Arguments beyond the library's:
+
+    Args:
+        prefix_cache: a `PrefixCache`: reuses the longest known prefix of the prompt and stores its new blocks.
+        signals: a `K3Signals` that counts what happens.
+    """
+
+    def generate(self, *args: Any, signals: Any = None, **kwargs: Any) -> Any:
+        """Generate; see the library's method for all other arguments, and the class."""
+        if signals is None:
+            return super().generate(*args, **kwargs)
+        with signals.watch(self, kwargs.get("prefix_cache")):
+            return super().generate(*args, **kwargs)
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: Tensor,
+        next_sequence_length: int | None = None,
+        cache: K3Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        is_first_iteration: bool | None = False,
+        prefix_cache: PrefixCache | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Cut out what the cache has not seen yet; a verification step also widens the rollback window to its size."""
+        if next_sequence_length is None and is_first_iteration and cache is not None and cache.get_seq_length():
+            # The first step of assisted decoding, whose prompt `_assisted_decoding` has run already.
+            next_sequence_length = input_ids.shape[1] - cache.get_seq_length()
+        if next_sequence_length is not None and hasattr(cache, "keep_log") and cache.is_croppable:
+            cache.keep_log(next_sequence_length)
+        return super().prepare_inputs_for_generation(
+            input_ids,
+            next_sequence_length=next_sequence_length,
+            cache=cache,
+            inputs_embeds=inputs_embeds,
+            is_first_iteration=is_first_iteration,
+            **kwargs,
+        )
+
+    # -- prefill ------------------------------------------------------------------------------------------------
+
+    def _prefill(
+        self,
+        input_ids: Tensor,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        is_first_iteration: bool = True,
+    ) -> Any:
+        """Run the prompt: from a known prefix if there is one, in pieces if it is long."""
+        cache, inputs_embeds = model_kwargs.get("cache"), model_kwargs.get("inputs_embeds")
+        if not hasattr(cache, "linear_layer"):
+            return super()._prefill(input_ids, generation_config, model_kwargs, is_first_iteration)
+        by_embeds = inputs_embeds is not None and is_first_iteration
+        prompt = _unseen(inputs_embeds if by_embeds else input_ids, generation_config, model_kwargs, by_embeds)
+        return self._run_prompt(prompt, generation_config.prefill_chunk_size, model_kwargs, by_embeds)
+
+    def _run_prompt(
+        self,
+        prompt: Tensor,
+        chunk_size: int | None,
+        model_kwargs: dict[str, Any],
+        by_embeds: bool = False,
+        spare: int = 1,
+    ) -> Any:
+        """Run new tokens [B, T] or embeddings [B, T, D] in pieces; return the last piece's outputs.
+
+        Args:
+            spare: tokens at the end that must be run, whatever is known of the prompt.
+        """
+        cache, prefix_cache = model_kwargs["cache"], model_kwargs.get("prefix_cache")
+        begin, length, rows = cache.get_seq_length(), prompt.shape[1], None
+        mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+        cache.reserve(begin + length)
+        start = 0
+        if prefix_cache is not None and (by_embeds or begin or (mask is not None and not mask.all())):
+            prefix_cache.count_bypass()
+        elif prefix_cache is not None:
+            prefix_cache.bind(self)
+            start, rows = prefix_cache.fill(cache, prompt, spare)
+        wants_all = any(value for key, value in model_kwargs.items() if key.startswith("output_"))
+        if chunk_size is None:
+            chunk_size = length if wants_all else max(1, PREFILL_TOKENS // prompt.shape[0])
+        outputs = None
+        while start < length:
+            stop = min(start + chunk_size, length)
+            if rows is not None:
+                # A block can be stored where the recurrence stands at its end, so pieces end there too.
+                border = (start // prefix_cache.block_size + 1) * prefix_cache.block_size
+                stop = min(stop, border)
+            del outputs
+            kwargs = {**model_kwargs, "attention_mask": None if mask is None else mask[:, : begin + stop]}
+            if positions is not None:
+                kwargs["position_ids"] = positions[..., positions.shape[-1] - length :][..., start:stop]
+            piece = prompt[:, start:stop]
+            if by_embeds:
+                kwargs["inputs_embeds"] = piece
+                piece = piece.new_zeros(piece.shape[:2], dtype=torch.long)
+            own = {"is_first_iteration": by_embeds, "next_sequence_length": stop - start}
+            outputs = self(**self.prepare_inputs_for_generation(piece, **own, **kwargs), return_dict=True)
+            if rows is not None and stop % prefix_cache.block_size == 0:
+                prefix_cache.store(cache, prompt, rows, stop)
+            start = stop
+        return outputs
+
+    # -- drafts -------------------------------------------------------------------------------------------------
+
+    def _assisted_decoding(
+        self, input_ids: Tensor, *args: Any, generation_config: GenerationConfig, **kwargs: Any
+    ) -> Any:
+        """Decode with drafts: all but the prompt's last token is run first, in pieces, then the library's loop."""
+        cache = kwargs.get("cache")
+        if hasattr(cache, "linear_layer"):
+            drafted = max(generation_config.num_assistant_tokens or 0, generation_config.prompt_lookup_num_tokens or 0)
+            cache.keep_log(max(DEFAULT_ROLLBACK, drafted + 1))
+            if kwargs.get("inputs_embeds") is not None:
+                raise ValueError("inputs_embeds with assisted decoding is not possible; allowed is input_ids")
+            new = _unseen(input_ids, generation_config, kwargs, is_whole=True)
+            if new.shape[1] > 1:
+                before = dict(kwargs)
+                for name in ("attention_mask", "position_ids"):
+                    if kwargs.get(name) is not None:
+                        before[name] = kwargs[name][..., :-1]
+                self._run_prompt(new[:, :-1], generation_config.prefill_chunk_size, before, spare=0)
+        kwargs.pop("prefix_cache", None)
+        return super()._assisted_decoding(input_ids, *args, generation_config=generation_config, **kwargs)
+
+    def _get_candidate_generator(
+        self, generation_config: GenerationConfig, *args: Any, **kwargs: Any
+    ) -> CandidateGenerator:
+        """Make the source of drafts; drafting with the first layers needs the config put back each time."""
+        depth = generation_config.assistant_early_exit
+        if depth is not None and not 0 < depth < self.config.num_hidden_layers:
+            raise ValueError(
+                f"assistant_early_exit={depth}; allowed are 1 to {self.config.num_hidden_layers - 1} layers"
+            )
+        generator = super()._get_candidate_generator(generation_config, *args, **kwargs)
+        if type(generator) is EarlyExitCandidateGenerator:
+            generator.__class__ = _K3EarlyExit
+        return generator
+
+    # -- cache --------------------------------------------------------------------------------------------------
+
+    def _prepare_cache_for_generation(
+        self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        """Make `generate` use a K3Cache, and refuse the kinds of cache that cannot hold a recurrent state."""
+        implementation = generation_config.cache_implementation
+        if implementation not in (None, "dynamic"):
+            raise ValueError(
+                f"cache_implementation={implementation!r} is not supported; allowed are None and 'dynamic' (a K3Cache)"
+            )
+        given = model_kwargs.get("cache") is not None
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        if not given and type(model_kwargs.get("cache")) is DynamicCache:
+            model_kwargs["cache"] = K3Cache(self.config)
+        cache = model_kwargs.get("cache")
+        if cache is None and model_kwargs.get("prefix_cache") is not None:
+            raise ValueError("prefix_cache with use_cache=False is not possible: it fills the cache")
+        if generation_config.is_assistant and hasattr(cache, "keep_log"):
+            # The verifier may take back all that one round drafts.
+            cache.keep_log(max(DEFAULT_ROLLBACK, (generation_config.max_new_tokens or 0) + 2))
+
+
+def _unseen(
+    prompt: Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any], is_whole: bool
+) -> Tensor:
+    """The tokens of a prompt that the cache has not seen.
+
+    Args:
+        prompt: the whole sequence, or only what is new; the mask's length tells, which always covers the whole.
+        is_whole: the prompt must be the whole sequence.
+
+    Raises:
+        ValueError: nothing is new, or the lengths of prompt, mask and cache do not fit together.
+    """
+    past, length = model_kwargs["cache"].get_seq_length(), prompt.shape[1]
+    if not past:
+        return prompt
+    mask = model_kwargs.get("attention_mask")
+    total = mask.shape[1] if mask is not None else getattr(generation_config, "_mask_length", length)
+    if is_whole or total == length:
+        if length <= past:
+            raise ValueError(
+                f"the input has {length} tokens and the cache has seen {past}; allowed is the whole sequence with at "
+                "least one new token, or the new tokens with an attention_mask over the whole sequence"
+            )
+        return prompt[:, past:]
+    if total != past + length:
+        raise ValueError(f"attention_mask covers {total} tokens, the cache has {past} and the input {length} more")
+    return prompt
