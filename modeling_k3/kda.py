@@ -1,30 +1,21 @@
 """Kimi Delta Attention: projections, short convolutions and gates around the recurrence of `kda_ops`."""
 
+from collections.abc import Sequence
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
 from .cache import K3Cache
 from .configuration_k3 import K3Config
-from .kda_ops import chunk_kda, decay_gate, exact_kda, l2_normalize, recurrent_kda
+from .kda_guard import KDAGuard
+from .kda_ops import decay_gate, exact_kda, l2_normalize
+from .kda_paths import check_kda_implementation, run_kda
 from .norms import K3RMSNormGated
-from .precision import Float32Parameters, upcast
+from .packing import Packing
+from .precision import Float32Parameters, storage_fp32, upcast
+from .rollback import KDAInputs
 from .short_conv import K3ShortConvolution
-
-#: How the recurrence is evaluated: a choice of the moment, never saved. All are the same function up to rounding.
-KDA_IMPLEMENTATIONS = ("auto", "chunk", "recurrent", "exact")
-#: Up to this many tokens the recurrence beats a chunk that is mostly padding.
-_RECURRENT_UP_TO = 4
-
-
-def check_kda_implementation(name: str) -> str:
-    """Return `name` if it is an implementation of KDA.
-
-    Raises:
-        ValueError: it is not; names what is allowed.
-    """
-    if name not in KDA_IMPLEMENTATIONS:
-        raise ValueError(f"kda_implementation={name!r} is unknown; allowed are {list(KDA_IMPLEMENTATIONS)}")
-    return name
 
 
 class K3DeltaAttention(Float32Parameters):
@@ -45,6 +36,7 @@ class K3DeltaAttention(Float32Parameters):
         super().__init__()
         self.layer_idx = layer_idx
         self.implementation = "auto"
+        self.kda_guard: KDAGuard | None = None
         self.num_heads, self.head_dim = config.kda_num_heads, config.kda_head_dim
         self.gate_lower_bound = config.gate_lower_bound
         width = self.num_heads * self.head_dim
@@ -54,8 +46,8 @@ class K3DeltaAttention(Float32Parameters):
         self.f_a_proj = nn.Linear(config.hidden_size, self.head_dim, bias=False)
         self.f_b_proj = nn.Linear(self.head_dim, width, bias=False)
         self.b_proj = nn.Linear(config.hidden_size, self.num_heads, bias=False)
-        self.A_log = nn.Parameter(torch.zeros(self.num_heads))
-        self.dt_bias = nn.Parameter(torch.zeros(width))
+        self.A_log = nn.Parameter(torch.zeros(self.num_heads, dtype=storage_fp32()))
+        self.dt_bias = nn.Parameter(torch.zeros(width, dtype=storage_fp32()))
         if config.use_full_rank_gate:
             self.g_proj = nn.Linear(config.hidden_size, width, bias=False)
         else:
@@ -72,6 +64,7 @@ class K3DeltaAttention(Float32Parameters):
         cache: K3Cache | None = None,
         kda_implementation: str | None = None,
         output_attentions: bool | None = None,
+        packing: Packing | None = None,
         **kwargs: object,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend.
@@ -80,49 +73,78 @@ class K3DeltaAttention(Float32Parameters):
             hidden_states: x [B, T, D], zero at padding.
             attention_mask: [B, T] bool, False at padding; None: no padding.
             cache: continued and updated; None starts from nothing.
-            kda_implementation: "chunk", "recurrent", "exact" or "auto" for this call; None: the module's own.
+            kda_implementation: one of `kda_paths.KDA_IMPLEMENTATIONS` for this call; None: the module's own.
             output_attentions: ask "exact" for the effective attention weights.
+            packing: documents to keep apart, then without a cache; None: each row is one.
 
         Returns:
             [B, T, D], zero at padding, and the effective weights [B, H, T, T] if they were asked for and "exact" runs,
             else None: the recurrence forms none.
         """
-        memory = None if cache is None else cache.linear_layer(self.layer_idx)
-        windows = memory.windows if memory is not None and memory.windows is not None else [None] * 3
-        q, q_window = self.q_conv1d(self.q_proj(hidden_states), windows[0], attention_mask)
-        k, k_window = self.k_conv1d(self.k_proj(hidden_states), windows[1], attention_mask)
-        v, v_window = self.v_conv1d(self.v_proj(hidden_states), windows[2], attention_mask)
-        q, k, v = (x.unflatten(-1, (self.num_heads, self.head_dim)) for x in (q, k, v))
-
-        decay_logits = self.f_b_proj(self.f_a_proj(hidden_states))
-        log_decay = decay_gate(decay_logits, self.A_log, self.dt_bias, lower_bound=self.gate_lower_bound)
-        beta = upcast(self.b_proj(hidden_states)).sigmoid()
-        if attention_mask is not None:
-            # Padding neither decays the state nor writes to it.
-            log_decay = log_decay.masked_fill(~attention_mask[..., None, None], 0.0)
-            beta = beta.masked_fill(~attention_mask[..., None], 0.0)
-
-        inputs = (l2_normalize(q), l2_normalize(k), v, log_decay, beta, None if memory is None else memory.state)
+        inputs = KDAInputs(
+            self.q_proj(hidden_states),
+            self.k_proj(hidden_states),
+            self.v_proj(hidden_states),
+            self.f_a_proj(hidden_states),
+            self.b_proj(hidden_states),
+            attention_mask,
+        )
         implementation = check_kda_implementation(kda_implementation or self.implementation)
-        weights = None
-        if implementation == "exact" and output_attentions:
-            o, state, weights = exact_kda(*inputs, output_weights=True)
+        weights: list[Tensor] | None = [] if implementation == "exact" and output_attentions else None
+        advance = partial(self._advance, implementation=implementation, weights=weights)
+        if packing is not None:
+            o = packing.run(inputs[:-1], lambda *x: advance(KDAInputs(*x), None, None)[0])
+        elif cache is not None:
+            o = cache.linear_layer(self.layer_idx).run(inputs, advance)
         else:
-            o, state = self._recur(implementation, *inputs)
-        if memory is not None:
-            memory.remember((q_window, k_window, v_window), state, hidden_states.shape[1])
+            o, _, _ = advance(inputs, None, None)
 
         gate = self.g_proj(hidden_states) if self.use_full_rank_gate else self.g_b_proj(self.g_a_proj(hidden_states))
         y = self.o_norm(o, gate.unflatten(-1, (self.num_heads, self.head_dim)))
         out = self.o_proj(y.flatten(-2))
         if attention_mask is not None:
             out = out.masked_fill(~attention_mask[..., None], 0)
-        return out, weights
+        # Weights exist for a call that ran as one piece; a packed or rolled-back one did not.
+        whole = weights and len(weights) == 1 and weights[0].shape[-1] == hidden_states.shape[1] and packing is None
+        return out, weights[0] if whole else None
+
+    def _advance(
+        self,
+        inputs: KDAInputs,
+        windows: Sequence[Tensor] | None,
+        state: Tensor | None,
+        *,
+        implementation: str,
+        weights: list[Tensor] | None = None,
+    ) -> tuple[Tensor, list[Tensor], Tensor]:
+        """Run convolutions, gates and the recurrence from (windows, state), None for the beginning of a sequence.
+
+        Returns:
+            o [B, T, H, V], the next windows and state. Effective weights are appended to `weights` if it is a list.
+        """
+        mask, next_windows, streams = inputs.mask, [], []
+        convolutions = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
+        for index, (convolution, z) in enumerate(zip(convolutions, inputs[:3], strict=True)):
+            c, window = convolution(z, None if windows is None else windows[index], mask)
+            streams.append(c.unflatten(-1, (self.num_heads, self.head_dim)))
+            next_windows.append(window)
+        q, k, v = streams
+        decay_logits = self.f_b_proj(inputs.decay)
+        log_decay = decay_gate(decay_logits, self.A_log, self.dt_bias, lower_bound=self.gate_lower_bound)
+        beta = upcast(inputs.beta).sigmoid()
+        if mask is not None:
+            # Padding neither decays the state nor writes to it.
+            log_decay = log_decay.masked_fill(~mask[..., None, None], 0.0)
+            beta = beta.masked_fill(~mask[..., None], 0.0)
+        args = (l2_normalize(q), l2_normalize(k), v, log_decay, beta, state)
+        if weights is not None:
+            o, state, found = exact_kda(*args, output_weights=True)
+            weights.append(found)
+        else:
+            o, state = self._recur(implementation, *args)
+        return o, next_windows, state
 
     def _recur(self, implementation: str, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Evaluate; "auto" goes token by token for a decode step and by chunks for everything longer."""
-        if implementation == "exact":
-            return exact_kda(*inputs)
-        if implementation == "recurrent" or (implementation == "auto" and inputs[0].shape[1] <= _RECURRENT_UP_TO):
-            return recurrent_kda(*inputs)
-        return chunk_kda(*inputs, lower_bound=self.gate_lower_bound)
+        """Evaluate, under the guard if there is one."""
+        run = run_kda if self.kda_guard is None else self.kda_guard
+        return run(implementation, *inputs, lower_bound=self.gate_lower_bound)
