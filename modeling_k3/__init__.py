@@ -18,6 +18,8 @@ __version__ = "0.1.0"
 _HOME = {
     "K3Config": "configuration_k3",
     "K3Cache": "cache",
+    "K3Signals": "signals",
+    "PrefixCache": "prefix_cache",
     "K3Model": "modeling_k3",
     "K3PreTrainedModel": "modeling_k3",
     "K3ForCausalLM": "modeling_k3",
@@ -26,6 +28,7 @@ _HOME = {
     "chunk_kda": "kda_ops",
     "recurrent_kda": "kda_ops",
     "mix_residuals": "attn_res",
+    "K3Tokenizer": "tokenization_k3",
     "register": "registration",
 }
 __all__ = ["__version__", *_HOME]

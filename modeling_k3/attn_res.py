@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from .precision import at_least_fp32
+from .precision import at_least_fp32, no_autocast
 
 
 class _MixResiduals(torch.autograd.Function):
@@ -24,38 +24,45 @@ class _MixResiduals(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: FunctionCtx, query: Tensor, eps: float, *sources: Tensor) -> tuple[Tensor, Tensor]:
-        wide = query.dtype
-        scores, scales = [], []
-        for source in sources:
-            v = source.to(wide)
-            scales.append(torch.rsqrt(torch.linalg.vecdot(v, v) / v.shape[-1] + eps))
-            scores.append((v @ query) * scales[-1])
-        s, r = torch.stack(scores, dim=-1), torch.stack(scales, dim=-1)
-        p = s.softmax(dim=-1)
-        h = sources[0].to(wide) * p[..., :1]
-        for index in range(1, len(sources)):
-            h.addcmul_(sources[index].to(wide), p[..., index : index + 1])
+        h, p, s, r = _mix(query, eps, sources)
         ctx.save_for_backward(query, s, r, p, *sources)
-        return h.to(sources[-1].dtype), p
+        return h, p
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, dh: Tensor, dp: Tensor) -> tuple[Tensor | None, ...]:
         query, s, r, p, *sources = ctx.saved_tensors
-        wide, width = query.dtype, query.shape[0]
-        dh = dh.to(wide)
-        gain = dp + torch.stack([torch.linalg.vecdot(dh, source.to(wide)) for source in sources], dim=-1)
-        ds = p * (gain - (p * gain).sum(dim=-1, keepdim=True))
-        along_query, along_value = ds * r, ds * s * r.pow(2) / -width
-        d_query, d_sources = torch.zeros_like(query), []
-        for index, source in enumerate(sources):
-            at = slice(index, index + 1)
-            v = source.to(wide)
-            dv = (dh * p[..., at]).addcmul_(v, along_value[..., at])
-            dv.addcmul_(along_query[..., at], query)
-            d_query.addmv_(v.flatten(0, -2).mT, along_query[..., index].flatten())
-            d_sources.append(dv.to(source.dtype))
-        return d_query, None, *d_sources
+        with no_autocast(dh.device.type):
+            wide, width = query.dtype, query.shape[0]
+            dh = dh.to(wide)
+            gain = dp + torch.stack([torch.linalg.vecdot(dh, source.to(wide)) for source in sources], dim=-1)
+            ds = p * (gain - (p * gain).sum(dim=-1, keepdim=True))
+            along_query, along_value = ds * r, ds * s * r.pow(2) / -width
+            d_query, d_sources = torch.zeros_like(query), []
+            for index, source in enumerate(sources):
+                at = slice(index, index + 1)
+                v = source.to(wide)
+                dv = (dh * p[..., at]).addcmul_(v, along_value[..., at])
+                dv.addcmul_(along_query[..., at], query)
+                d_query.addmv_(v.flatten(0, -2).mT, along_query[..., index].flatten())
+                d_sources.append(dv.to(source.dtype))
+            return d_query, None, *d_sources
+
+
+def _mix(query: Tensor, eps: float, sources: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The mixture h, its weights p, the scores s and the scales r."""
+    wide = query.dtype
+    scores, scales = [], []
+    for source in sources:
+        v = source.to(wide)
+        scales.append(torch.rsqrt(torch.linalg.vecdot(v, v) / v.shape[-1] + eps))
+        scores.append((v @ query) * scales[-1])
+    s, r = torch.stack(scores, dim=-1), torch.stack(scales, dim=-1)
+    p = s.softmax(dim=-1)
+    h = sources[0].to(wide) * p[..., :1]
+    for index in range(1, len(sources)):
+        h.addcmul_(sources[index].to(wide), p[..., index : index + 1])
+    return h.to(sources[-1].dtype), p, s, r
 
 
 def mix_residuals(sources: Sequence[Tensor], query: Tensor, key_gain: Tensor, *, eps: float) -> tuple[Tensor, Tensor]:
@@ -78,7 +85,12 @@ def mix_residuals(sources: Sequence[Tensor], query: Tensor, key_gain: Tensor, *,
     Source: arXiv 2603.15031 section 3, arXiv 2607.24653 eq. 8-10; released `*_res_norm`, `*_res_proj`.
     """
     wide = at_least_fp32(sources[-1].dtype)
-    return _MixResiduals.apply(query.to(wide) * key_gain.to(wide), eps, *sources)
+    with no_autocast(query.device.type):
+        gained = query.to(wide) * key_gain.to(wide)
+        if not torch.is_grad_enabled():
+            # Without the function around it the mixture can be compiled into one graph with its surroundings.
+            return _mix(gained, eps, sources)[:2]
+        return _MixResiduals.apply(gained, eps, *sources)
 
 
 class K3KeyRMSNorm(nn.Module):

@@ -55,10 +55,16 @@ _INJECTED = (
     "name_or_path attn_implementation experts_implementation num_labels output_attentions dtype torch_dtype".split()
 )
 #: Inner keys the text model does not read and that library helpers would misread if they became attributes.
-_KEPT_ASIDE = (
-    "model_type architectures auto_map head_dim rope_theta rope_scaling rope_parameters transformers_version "
-    "_name_or_path"
-).split()
+_ROTARY = "head_dim rope_theta rope_scaling rope_parameters".split()
+_KEPT_ASIDE = [*_ROTARY, *"model_type architectures auto_map transformers_version _name_or_path".split()]
+#: KDA of a config written in code that leaves it open.
+DEFAULT_LINEAR: dict[str, Any] = {
+    "num_heads": 4,
+    "head_dim": 16,
+    "short_conv_kernel_size": 4,
+    "use_full_rank_gate": True,
+    "gate_lower_bound": -5.0,
+}
 
 
 def is_released(config: dict[str, Any]) -> bool:
@@ -89,10 +95,11 @@ def unwrap(config: dict[str, Any], dropped_by_library: frozenset[str] = frozense
         return _unwrap_released(config, dropped_by_library)
     flat = deepcopy(config)
     flat["model_type"] = FLAT_MODEL_TYPE
+    for key in _ROTARY:
+        flat.pop(key, None)
     if model_type == RELEASED_TEXT_MODEL_TYPE:
         # The file's own class names point at code that is not ours.
-        for key in ("architectures", "auto_map", "head_dim"):
-            flat.pop(key, None)
+        flat.pop("auto_map", None)
         flat["architectures"] = ["K3ForCausalLM"]
     return flat
 
@@ -172,3 +179,23 @@ def check_complete(flat: dict[str, Any], aliases: dict[str, str]) -> dict[str, A
             "(only K3Config(...) in code has defaults)"
         )
     return {**MEANING_OF_ABSENCE, **flat}
+
+
+def complete_linear(given: dict[str, Any] | None, depth: int) -> dict[str, Any]:
+    """Return `linear_attn_config` with what code may leave open: dimensions, and MLA in every fourth and last layer.
+
+    Raises:
+        TypeError: `given` is no dictionary.
+    """
+    if given is None:
+        given = DEFAULT_LINEAR
+    if not isinstance(given, dict):
+        raise TypeError(f"linear_attn_config={given!r} must be a dictionary")
+    linear = deepcopy(given)
+    for name in ("num_heads", "head_dim", "short_conv_kernel_size"):
+        linear.setdefault(name, DEFAULT_LINEAR[name])
+    if "kda_layers" not in linear and "full_attn_layers" not in linear:
+        full = [i for i in range(1, depth + 1) if i % 4 == 0 or i == depth]
+        linear["full_attn_layers"] = full
+        linear["kda_layers"] = [i for i in range(1, depth + 1) if i not in full]
+    return linear

@@ -8,19 +8,12 @@ from transformers import GenerationConfig
 from transformers.configuration_utils import PreTrainedConfig
 
 from .config_checks import check_config
-from .config_layout import FLAT_MODEL_TYPE, RELEASED_MODEL_TYPE, check_complete, unwrap, wrap
+from .config_layout import DEFAULT_LINEAR, FLAT_MODEL_TYPE, check_complete, complete_linear, unwrap, wrap
 
 _LINEAR = "linear_attention"
 _FULL = "full_attention"
-_DEFAULT_LINEAR = {
-    "num_heads": 4,
-    "head_dim": 16,
-    "short_conv_kernel_size": 4,
-    "use_full_rank_gate": True,
-    "gate_lower_bound": -5.0,
-}
-#: Fields that the outer dictionary of a released file states as well.
-_ALSO_OUTER = ("architectures", "dtype", "bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings")
+#: Fields that the outer dictionary of a released file may state as well.
+_ALSO_OUTER = {"vocab_size", "use_cache", "tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id"}
 
 
 class K3Config(PreTrainedConfig):
@@ -146,9 +139,16 @@ class K3Config(PreTrainedConfig):
     pad_token_id: int | None = None
     released_config: dict[str, Any] | None = None
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> "K3Config":
+        """Remember a released dictionary that is passed as keywords; the fields set from it hide what it stated."""
+        config = super().__new__(cls)
+        config.__dict__["_nested"] = kwargs if "text_config" in kwargs else None
+        return config
+
     def __post_init__(self, **kwargs: Any) -> None:
-        if "text_config" in kwargs:
-            kwargs = self._take_nested(kwargs)
+        nested = self.__dict__.pop("_nested", None)
+        if nested is not None:
+            kwargs = self._take_nested(nested)
         for alias in [name for name in self.attribute_map if name in kwargs]:
             setattr(self, alias, kwargs.pop(alias))
         layer_types, mlp_layer_types = kwargs.pop("layer_types", None), kwargs.pop("mlp_layer_types", None)
@@ -163,31 +163,26 @@ class K3Config(PreTrainedConfig):
             )
         super().__post_init__(**kwargs)
 
-    def _take_nested(self, outer: dict[str, Any]) -> dict[str, Any]:
+    def _take_nested(self, nested: dict[str, Any]) -> dict[str, Any]:
         """Set the fields of a released dictionary that was passed as keywords; return what is left over."""
-        stated = {name: getattr(self, name) for name in _ALSO_OUTER if getattr(self, name) is not None}
-        nested = {"model_type": RELEASED_MODEL_TYPE, **stated, **outer}
+        own = {field.name: field for field in fields(self)}
+        beside = sorted(set(nested) & set(type(self).__annotations__) - _ALSO_OUTER)
+        if not isinstance(nested["text_config"], dict):
+            raise TypeError(f"text_config={nested['text_config']!r} must be a dictionary")
+        if beside:
+            raise ValueError(
+                f"{', '.join(f'{name}={nested[name]!r}' for name in beside)} beside text_config would be ignored; "
+                "allowed is K3Config.from_dict(nested, name=value), or the entry inside text_config"
+            )
         flat = self._read(nested)
-        for name in [field.name for field in fields(self)]:
-            if name in flat:
-                setattr(self, name, flat.pop(name))
+        for name, field in own.items():
+            setattr(self, name, flat.pop(name, field.default))
         flat.pop("model_type")
         return flat
 
     def _fill_derived(self) -> None:
         """Spell out what the constructor may leave open: KDA dimensions and the layer lists."""
-        given = _DEFAULT_LINEAR if self.linear_attn_config is None else self.linear_attn_config
-        if not isinstance(given, dict):
-            raise TypeError(f"linear_attn_config={given!r} must be a dictionary")
-        linear = dict(given)
-        for name in ("num_heads", "head_dim", "short_conv_kernel_size"):
-            linear.setdefault(name, _DEFAULT_LINEAR[name])
-        if "kda_layers" not in linear and "full_attn_layers" not in linear:
-            depth = self.num_hidden_layers
-            full = [i for i in range(1, depth + 1) if i % 4 == 0 or i == depth]
-            linear["full_attn_layers"] = full
-            linear["kda_layers"] = [i for i in range(1, depth + 1) if i not in full]
-        self.linear_attn_config = linear
+        self.linear_attn_config = complete_linear(self.linear_attn_config, self.num_hidden_layers)
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
 
@@ -214,7 +209,7 @@ class K3Config(PreTrainedConfig):
         if unknown:
             raise ValueError(f"layer_types contains {unknown}; allowed are {[_LINEAR, _FULL]}")
         self.linear_attn_config = {
-            **(self.linear_attn_config or _DEFAULT_LINEAR),
+            **(self.linear_attn_config or DEFAULT_LINEAR),
             "kda_layers": [i + 1 for i, kind in enumerate(types) if kind == _LINEAR],
             "full_attn_layers": [i + 1 for i, kind in enumerate(types) if kind == _FULL],
         }

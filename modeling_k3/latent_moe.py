@@ -8,7 +8,7 @@ from .configuration_k3 import K3Config
 from .experts import K3Experts
 from .mlp import K3MLP
 from .norms import K3RMSNorm
-from .precision import Float32Parameters, upcast
+from .precision import Float32Parameters, no_autocast, storage_fp32, upcast
 
 
 class K3Router(Float32Parameters):
@@ -33,7 +33,9 @@ class K3Router(Float32Parameters):
         reads_latent = config.router_input == "latent"
         width = config.routed_expert_hidden_size if reads_latent else config.hidden_size
         self.weight = nn.Parameter(torch.empty(self.num_experts, width))
-        self.e_score_correction_bias = nn.Parameter(torch.zeros(self.num_experts), requires_grad=False)
+        self.e_score_correction_bias = nn.Parameter(
+            torch.zeros(self.num_experts, dtype=storage_fp32()), requires_grad=False
+        )
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Route.
@@ -45,7 +47,8 @@ class K3Router(Float32Parameters):
             logits [tokens, N], weights p [tokens, R] and expert numbers [tokens, R]; the first two in at least
             float32.
         """
-        logits = F.linear(upcast(hidden_states), upcast(self.weight))
+        with no_autocast(hidden_states.device.type):
+            logits = F.linear(upcast(hidden_states), upcast(self.weight))
         scores = logits.sigmoid() if self.scoring == "sigmoid" else logits.softmax(dim=-1)
         chosen = self._choose(scores + self.e_score_correction_bias)
         weights = scores.gather(1, chosen)

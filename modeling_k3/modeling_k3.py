@@ -1,14 +1,12 @@
 """The K3 model: embedding, decoder layers that read a mixture over depth, output mix, norm, head."""
 
 from collections.abc import Iterable
-from os import PathLike
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import DynamicCache
-from transformers.generation import GenerationConfig, GenerationMixin
-from transformers.modeling_utils import PreTrainedModel, slice_logits_to_keep
+from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils import can_return_tuple
 from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import merge_with_config_defaults
@@ -16,22 +14,26 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .attn_res import K3KeyRMSNorm, K3PseudoQuery
 from .cache import K3Cache
-from .checkpoint import VISION_TENSORS, check_loaded, register_conversions
+from .checkpoint import VISION_TENSORS, register_conversions
 from .configuration_k3 import K3Config
 from .decoder_layer import K3DecoderLayer
+from .generation import K3GenerationMixin
 from .initialization import init_k3_module
 from .kda import K3DeltaAttention, check_kda_implementation
 from .latent_moe import K3Router
-from .masks import check_cache, check_inputs, check_positions, full_attention_mask, padding_mask
+from .masks import PACKING_ARGUMENTS, CallMasks, check_cache, check_inputs, is_tracing, read_call
 from .mla import K3MLAttention
 from .norms import K3RMSNorm
 from .outputs import K3CausalLMOutput, K3ModelOutput
+from .persistence import K3Persistence
 from .precision import KEEP_IN_FP32
+from .quantizer import register_quantizer
 
 register_conversions()
+register_quantizer()
 
 
-class K3PreTrainedModel(PreTrainedModel):
+class K3PreTrainedModel(K3Persistence):
     """What all K3 models share: how they are initialised, loaded and split."""
 
     config: K3Config
@@ -40,8 +42,8 @@ class K3PreTrainedModel(PreTrainedModel):
     _no_split_modules = ["K3DecoderLayer"]
     _supports_sdpa = True
     _supports_attention_backend = True
-    # A recurrent state cannot be taken back: the library then refuses assisted decoding up front.
-    _is_stateful = True
+    # K3Cache can take tokens back, so that drafts can be verified.
+    _is_stateful = False
     _keep_in_fp32_modules_strict = list(KEEP_IN_FP32)
     _keys_to_ignore_on_load_unexpected = list(VISION_TENSORS)
     _can_record_outputs = {
@@ -54,26 +56,6 @@ class K3PreTrainedModel(PreTrainedModel):
     def __init__(self, config: K3Config, *args: Any, **kwargs: Any) -> None:
         config.validate()
         super().__init__(config, *args, **kwargs)
-
-    @classmethod
-    def from_pretrained(
-        cls, pretrained_model_name_or_path: str | PathLike | None, *args: Any, strict: bool = True, **kwargs: Any
-    ) -> "K3PreTrainedModel":
-        """Load a checkpoint; see the library's method for all arguments.
-
-        Args:
-            strict: refuse a checkpoint that lacks a tensor of the model, or has one the model does not know, instead
-                of starting from random values with a warning. Exempt: layers beyond `num_hidden_layers`, vision
-                tensors, the language-model head where the class has none, and new classification heads.
-
-        Raises:
-            ValueError: `strict` and the tensors do not match; names the first few.
-        """
-        wants_info = kwargs.pop("output_loading_info", False)
-        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
-        if strict:
-            check_loaded(info, model, pretrained_model_name_or_path)
-        return (model, info) if wants_info else model
 
     def set_kda_implementation(self, name: str, layers: Iterable[int] | None = None) -> None:
         """Choose how KDA is evaluated ("auto", "chunk", "recurrent", "exact"), everywhere or in some layers.
@@ -142,44 +124,78 @@ class K3Model(K3PreTrainedModel):
         Args:
             input_ids: [B, T], or `inputs_embeds` [B, T, D] instead.
             attention_mask: [B, seen + T], 1 for real tokens and 0 for padding, on any side; over everything the
-                cache has seen and the new tokens.
-            position_ids: not read (no positions); refused where they restart inside a row.
-            cache: a K3Cache to continue and update.
-            use_cache: make one if none is given.
+                cache has seen and the new tokens. Or the same as causal attention per pair of tokens.
+            position_ids: K3 has no positions; where they restart at 0 another document begins, which sees nothing of
+                the one before. `cu_seq_lens_q` and `seq_idx` say the same.
+            cache: a K3Cache to continue and update; a call that fails leaves it as it was.
+            use_cache: make one if none is given; never for packed documents or under gradient checkpointing.
+            kwargs: also `signals`, a `K3Signals` that counts during this call.
 
         Raises:
             ValueError, TypeError: see `masks`; before anything is computed or the cache is changed.
         """
         check_inputs(self.config, input_ids, inputs_embeds, kwargs)
-        batch, length = (input_ids if input_ids is not None else inputs_embeds).shape[:2]
+        batch = (input_ids if input_ids is not None else inputs_embeds).shape[0]
         if cache is not None:
-            check_cache(cache, batch, len(self.layers))
-        padding = padding_mask(attention_mask, batch, length, cache)
-        check_positions(position_ids, padding)
-        if use_cache and cache is None:
-            cache = K3Cache(self.config)
-
+            check_cache(cache, batch, self.config)
+        checkpoints = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
+        if checkpoints and cache is not None:
+            raise ValueError(
+                "cache is given under gradient checkpointing, which would update it twice; allowed is None"
+            )
         p = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        masks = read_call(self.config, p, attention_mask, position_ids, cache, kwargs)
+        if use_cache and cache is None and masks.packing is None and not checkpoints:
+            cache = K3Cache(self.config)
+        signals = kwargs.pop("signals", None)
+        with nullcontext() if signals is None else signals.watch(self):
+            if cache is None or is_tracing():
+                return self._decode(p, masks, cache, kwargs)
+            marks = cache.mark()
+            try:
+                return self._decode(p, masks, cache, kwargs)
+            except BaseException:
+                cache.restore(marks)
+                raise
+
+    def _decode(self, p: Tensor, masks: CallMasks, cache: K3Cache | None, kwargs: dict[str, Any]) -> K3ModelOutput:
+        """Run the layers over the embeddings p [B, T, D]."""
+        padding = masks.padding
         if padding is not None:
             # Selected away, not multiplied: padding may hold anything. From here on it stays exactly zero.
             p = p.masked_fill(~padding.unsqueeze(-1), 0)
-        full_mask = None
-        if "full_attention" in self.config.layer_types:
-            full_mask = full_attention_mask(self.config, p, attention_mask, cache)
-        if cache is not None and padding is not None:
-            cache.has_padding = True
+        if cache is not None:
+            cache.note_padding(padding, *p.shape[:2], p.device)
+        for name in PACKING_ARGUMENTS:
+            kwargs.pop(name, None)
+        common = {"padding_mask": padding, "packing": masks.packing, "span": masks.span, "cache": cache, **kwargs}
 
         blocks: tuple[Tensor, ...] = ()
-        for layer in self.layers:
+        # The config counts: drafting with the first layers lowers it for a moment.
+        for layer in self.layers[: self.config.num_hidden_layers]:
             blocks_after = (*blocks, p) if layer.starts_block else blocks
-            p = layer(p, *blocks, attention_mask=full_mask, padding_mask=padding, cache=cache, **kwargs)
+            p = layer(p, *blocks, attention_mask=masks.full, **common)
             blocks = blocks_after
         if self.has_attn_res:
             p, _ = self.output_attn_res_proj([*blocks, p], self.output_attn_res_norm(), eps=self.config.rms_norm_eps)
         return K3ModelOutput(last_hidden_state=self.norm(p), cache=cache)
 
 
-class K3ForCausalLM(K3PreTrainedModel, GenerationMixin):
+def label_count(
+    labels: Tensor,
+    num_items_in_batch: Tensor | int | None = None,
+    shift_labels: Tensor | None = None,
+    ignore_index: int = -100,
+    **kwargs: Any,
+) -> Tensor:
+    """Return what the summed loss is divided by: the labels that count, at least 1, so that none at all gives 0."""
+    if num_items_in_batch is None:
+        counted = labels[..., 1:] if shift_labels is None else shift_labels
+        num_items_in_batch = (counted != ignore_index).sum()
+    return torch.as_tensor(num_items_in_batch, device=labels.device).clamp(min=1)
+
+
+class K3ForCausalLM(K3PreTrainedModel, K3GenerationMixin):
     """K3 with a language-model head."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -210,8 +226,8 @@ class K3ForCausalLM(K3PreTrainedModel, GenerationMixin):
 
         Args:
             labels: [B, T]; the loss is the mean cross entropy of token t + 1 at position t, -100 is left out.
-                `num_items_in_batch` replaces the mean's denominator.
-            logits_to_keep: only the last n positions, or a tensor of positions; 0 keeps all.
+                `num_items_in_batch` replaces the mean's denominator; without any label the loss is 0.
+            logits_to_keep: only the last n positions, or a tensor of positions; 0 keeps all (labels need all).
             others: see `K3Model.forward`.
         """
         outputs = self.model(
@@ -226,6 +242,7 @@ class K3ForCausalLM(K3PreTrainedModel, GenerationMixin):
         logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
         loss = None
         if labels is not None:
+            kwargs["num_items_in_batch"] = label_count(labels, **kwargs)
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return K3CausalLMOutput(
             loss=loss,
@@ -236,17 +253,3 @@ class K3ForCausalLM(K3PreTrainedModel, GenerationMixin):
             router_logits=outputs.router_logits,
             depth_weights=outputs.depth_weights,
         )
-
-    def _prepare_cache_for_generation(
-        self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> None:
-        """Make `generate` use a K3Cache, and refuse the kinds of cache that cannot hold a recurrent state."""
-        implementation = generation_config.cache_implementation
-        if implementation not in (None, "dynamic"):
-            raise ValueError(
-                f"cache_implementation={implementation!r} is not supported; allowed are None and 'dynamic' (a K3Cache)"
-            )
-        given = model_kwargs.get("cache") is not None
-        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
-        if not given and type(model_kwargs.get("cache")) is DynamicCache:
-            model_kwargs["cache"] = K3Cache(self.config)

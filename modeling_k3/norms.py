@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from .precision import Float32Parameters, upcast
+from .precision import Float32Parameters, storage_fp32, upcast
 
 
 def rms_normalize(x: Tensor, eps: float) -> Tensor:
@@ -45,7 +45,7 @@ class K3RMSNormGated(Float32Parameters):
 
     def __init__(self, head_dim: int, eps: float) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(head_dim))
+        self.weight = nn.Parameter(torch.ones(head_dim, dtype=storage_fp32()))
         self.variance_epsilon = eps
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Which arithmetic is never done below float32, and which parameters are never stored below it."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,11 @@ KEEP_IN_FP32 = ("A_log", "dt_bias", "q_conv1d", "k_conv1d", "v_conv1d", "o_norm"
 def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype for sums, gates, routing and state: float32, or float64 for a float64 model."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def storage_fp32() -> torch.dtype:
+    """Return the dtype in which parameters of the list are created: at least float32, whatever the default is."""
+    return at_least_fp32(torch.get_default_dtype())
 
 
 def upcast(tensor: Tensor) -> Tensor:
@@ -32,14 +38,21 @@ class Float32Parameters(nn.Module):
         if recurse:
             for child in self.children():
                 child._apply(fn)
-        kept = [self._parameters[name] for name in self.float32_parameters]
+        kept = [self._parameters.get(name) for name in self.float32_parameters]
         kept += [parameter.grad for parameter in kept if parameter is not None and parameter.grad is not None]
 
         def keep_wide(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
-            narrowed = moved.is_floating_point() and moved.element_size() < tensor.element_size()
-            if narrowed and tensor.dtype == torch.float32 and any(tensor is parameter for parameter in kept):
-                return tensor.to(moved.device)
-            return moved
+            if not any(tensor is parameter for parameter in kept) or not moved.is_floating_point():
+                return moved
+            wide = at_least_fp32(moved.dtype)
+            return moved if moved.dtype == wide else tensor.to(moved.device, wide)
 
         return super()._apply(keep_wide, recurse=False)
+
+
+def no_autocast(device_type: str) -> AbstractContextManager[None]:
+    """Keep autocast out of a computation that must stay wide: inside it, matrix products would become bf16."""
+    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .precision import Float32Parameters, at_least_fp32
+from .precision import Float32Parameters, at_least_fp32, storage_fp32
 
 
 class K3ShortConvolution(Float32Parameters):
@@ -20,7 +20,7 @@ class K3ShortConvolution(Float32Parameters):
 
     def __init__(self, channels: int, kernel_size: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(channels, 1, kernel_size))
+        self.weight = nn.Parameter(torch.empty(channels, 1, kernel_size, dtype=storage_fp32()))
         self.kernel_size = kernel_size
         nn.init.uniform_(self.weight, -1 / math.sqrt(kernel_size), 1 / math.sqrt(kernel_size))
 

@@ -80,6 +80,13 @@ TOLERANCES: dict[str, Tolerance] = {
     "unit_mla_bf16_relative": Tolerance(
         0.02, "relative norm: six bf16 products in a row, each rounding to 2^-8, cost about 0.5 %"
     ),
+    "unit_model_fp32_max_abs": Tolerance(1e-4, "logits of order 1 to 5 after three layers, pieces against whole: 1e-5"),
+    "unit_bf16_gradient_relative": Tolerance(
+        0.02, "relative norm: the incoming gradient and the result are rounded to 2^-8 each, which costs about 0.4 %"
+    ),
+    "unit_kda_layer_bf16_relative": Tolerance(
+        0.03, "relative norm: projections, convolutions and output rounded to 2^-8 each cost about 1 %"
+    ),
 }
 
 

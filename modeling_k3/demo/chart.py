@@ -1,0 +1,121 @@
+"""The loss curve as a picture."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+_INK, _QUIET, _GRID = "#22262e", "#7d8590", "#e9ebee"
+_TRAIN, _HELD_OUT, _REFERENCE = "#a9c1de", "#1f5fa8", "#c4622d"
+
+Point = Sequence[float]
+
+
+def draw_curve(
+    path: Path,
+    train: Sequence[Point],
+    held_out: Sequence[Point],
+    references: dict[str, float],
+    *,
+    final: float,
+    title: str,
+    note: str,
+) -> None:
+    """Bits per byte over training time, with what compressors need for the same held-out text as level lines.
+
+    Args:
+        path: PNG to write.
+        train: (seconds, step, bits) of every step.
+        held_out: (seconds, step, bits) of every look at the held-out sample, the first one before training.
+        references: level by name.
+        final: the trained model on all held-out text.
+        title, note: the heading and the quiet line below it.
+    """
+    figure = Figure(figsize=(8, 4.8), dpi=150, facecolor="white", layout="constrained")
+    axes = figure.add_subplot()
+    last = max(point[0] for point in held_out)
+    seconds, bits = [point[0] for point in train], [point[2] for point in train]
+    axes.plot(seconds, bits, color=_TRAIN, linewidth=0.6, alpha=0.45)
+    axes.plot(seconds, _smooth(bits), color=_TRAIN, linewidth=1.8)
+    axes.plot(
+        [point[0] for point in held_out],
+        [point[2] for point in held_out],
+        color=_HELD_OUT,
+        linewidth=2,
+        marker="o",
+        markersize=4,
+        markeredgecolor="white",
+        markeredgewidth=0.7,
+        clip_on=False,
+        zorder=3,
+    )
+    axes.plot([last], [final], color=_HELD_OUT, marker="D", markersize=7, clip_on=False, zorder=4)
+    for level in references.values():
+        axes.axhline(level, color=_REFERENCE, linewidth=1, linestyle=(0, (5, 4)))
+    labels = [
+        (final, "all held-out text", _HELD_OUT, "bold"),
+        (held_out[-1][2], "held-out sample", _HELD_OUT, "normal"),
+    ]
+    if bits:
+        labels.append((_smooth(bits)[-1], "training", "#6f93bd", "normal"))
+    labels += [(level, name, _REFERENCE, "normal") for name, level in references.items()]
+    _label_ends(axes, last, labels)
+    _dress(axes, last, [point[2] for point in held_out] + list(references.values()) + bits + [final])
+    axes.set_title(title, loc="left", color=_INK, fontsize=13, fontweight="bold", pad=26)
+    axes.annotate(
+        note, (0, 1), xycoords="axes fraction", xytext=(0, 10), textcoords="offset points", color=_QUIET, fontsize=8.5
+    )
+    figure.savefig(path)
+
+
+def _smooth(values: Sequence[float], memory: float = 0.9) -> list[float]:
+    """Running mean with a start that is not pulled towards zero."""
+    result: list[float] = []
+    mean = weight = 0.0
+    for value in values:
+        mean, weight = memory * mean + (1 - memory) * value, memory * weight + (1 - memory)
+        result.append(mean / weight)
+    return result
+
+
+def _label_ends(axes: Axes, last: float, labels: Sequence[tuple[float, str, str, str]]) -> None:
+    """Names and values at the lines' right ends instead of a legend, moved apart where they would overlap.
+
+    Args:
+        labels: (level, name, color, font weight).
+    """
+    # On a logarithmic scale equal distances are equal ratios.
+    apart = 1.06
+    height = 0.0
+    for level, name, color, weight in sorted(labels):
+        height = max(level, height * apart)
+        axes.annotate(
+            f"{name}  {level:.2f}",
+            (last, height),
+            xytext=(10, 0),
+            textcoords="offset points",
+            va="center",
+            color=color,
+            fontsize=8.5,
+            fontweight=weight,
+            annotation_clip=False,
+        )
+
+
+def _dress(axes: Axes, last: float, values: Sequence[float]) -> None:
+    axes.set_yscale("log")
+    axes.set_ylim(min(values) * 0.93, max(values) * 1.05)
+    axes.yaxis.set_major_locator(FixedLocator([1, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9]))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.set_xlim(0, last)
+    axes.set_xlabel("seconds of training", color=_QUIET, fontsize=9)
+    axes.set_ylabel("bits per byte", color=_QUIET, fontsize=9)
+    axes.grid(axis="y", color=_GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=_QUIET, labelsize=8.5, length=0)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(_GRID)
