@@ -7,12 +7,17 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.finished
 UNFINISHED := $(VENV)/.unfinished
 
+# fla and triton live apart: where triton can be imported without a GPU, other packages take kernels that crash there.
+FLA_VENV := $(VENV)/fla
+FLA_STAMP := $(FLA_VENV)/.finished
+TRITON := triton==3.9.0
+
 # One thread for each of the two workers, no waiting for a network, no window for a plot.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 MPLBACKEND=Agg
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n 2 -q
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check test-slow clean
+.PHONY: help setup demo test check test-slow test-fla gpu-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -42,6 +47,18 @@ check: $(STAMP) ## lint, format, unit tests (below 1 minute)
 # pytest ends with 5 when there is nothing to run, which is no failure here.
 test-slow: $(STAMP) ## the slow tests
 	$(PYTEST) -m "slow and not gpu" $(ARGS) || [ $$? -eq 5 ]
+
+$(FLA_STAMP): setup.cfg pyproject.toml constraints.txt
+	@rm -rf $(FLA_VENV)
+	$(PYTHON) -m venv $(FLA_VENV)
+	$(FLA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[fla]' pytest '$(TRITON)'
+	@touch $(FLA_STAMP)
+
+test-fla: $(FLA_STAMP) ## fla's kernels on the CPU, under Triton's interpreter (1 minute)
+	$(TEST_ENV) TRITON_INTERPRET=1 $(FLA_VENV)/bin/python -m pytest -q tests/interpreter/fla_kernels.py $(ARGS)
+
+gpu-check: $(STAMP) ## for whoever has a GPU: which kernels are right on it, and how fast they are
+	$(BIN)/python -m modeling_k3.readiness.gpu_check $(ARGS)
 
 clean: ## remove .venv, caches and build leftovers
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -10,7 +10,6 @@ Dimension legend, used in docstrings, einsum strings, comments and test ids:
 """
 
 import importlib
-import os
 import sys
 
 __version__ = "0.1.0"
@@ -44,6 +43,14 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-# The `k3` command registers when a subcommand needs a model: its --help does not wait for torch.
-if os.path.basename(sys.argv[0] if sys.argv else "") not in ("k3", "k3.exe"):
+def _is_k3_command() -> bool:
+    """Whether this process is the `k3` command, whose --help should not wait for torch: it registers when needed."""
+    try:
+        with open(sys.argv[0], "rb") as script:
+            return b"modeling_k3.cli" in script.read(1000)
+    except (OSError, IndexError, ValueError):
+        return False
+
+
+if not _is_k3_command():
     __getattr__("register")()

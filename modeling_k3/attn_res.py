@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from .attn_res_fla import try_fused_mix
 from .precision import at_least_fp32, no_autocast
 
 
@@ -84,6 +85,9 @@ def mix_residuals(sources: Sequence[Tensor], query: Tensor, key_gain: Tensor, *,
 
     Source: arXiv 2603.15031 section 3, arXiv 2607.24653 eq. 8-10; released `*_res_norm`, `*_res_proj`.
     """
+    fused = try_fused_mix(sources, query, key_gain, eps=eps)
+    if fused is not None:
+        return fused
     wide = at_least_fp32(sources[-1].dtype)
     with no_autocast(query.device.type):
         gained = query.to(wide) * key_gain.to(wide)

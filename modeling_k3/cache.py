@@ -44,6 +44,8 @@ class K3Cache(DynamicCache):
         self.has_padding = False
         #: [B, seen] bool, False at padding; None where no call has told.
         self.real: Tensor | None = None
+        #: [B, n] ids of the first n tokens, -1 where only embeddings were seen; None where nothing is known.
+        self.ids: Tensor | None = None
         #: What `crop` has done so far.
         self.counters = {"rollbacks": 0, "rolled_back_tokens": 0}
         if rollback_tokens is not None and rollback_bytes is not None:
@@ -108,6 +110,25 @@ class K3Cache(DynamicCache):
         new = torch.ones(batch, count, dtype=torch.bool, device=device) if padding is None else padding
         self.has_padding, self.real = True, torch.cat([known.to(device), new], dim=1)
 
+    def note_ids(self, input_ids: Tensor | None, batch: int, count: int, device: torch.device) -> None:
+        """Write down which `count` tokens are about to come, so that another prompt is not continued by mistake."""
+        known = self.ids
+        if (0 if known is None else known.shape[1]) != self.get_seq_length():
+            return
+        new = torch.full((batch, count), -1, device=device) if input_ids is None else input_ids.detach().clone()
+        self.ids = new if known is None else torch.cat([known.to(device), new.to(known.dtype)], dim=1)
+
+    def begins_like(self, ids: Tensor) -> bool:
+        """Whether the tokens in the cache are, as far as known, the first ones of `ids` [B, T]."""
+        if self.ids is None:
+            return True
+        count = min(self.ids.shape[1], ids.shape[1])
+        known, given = self.ids[:, :count], ids[:, :count].to(self.ids.device)
+        differs = (known != given) & (known >= 0)
+        if self.real is not None:
+            differs = differs & self.real[:, :count].to(differs.device)
+        return not differs.any()
+
     # -- all or nothing -----------------------------------------------------------------------------------------
 
     def mark(self) -> list[dict[str, Any]]:
@@ -115,7 +136,7 @@ class K3Cache(DynamicCache):
 
         A mark is good until `restore` or until the next call has succeeded.
         """
-        marks = [{"has_padding": self.has_padding, "real": self.real}]
+        marks = [{"has_padding": self.has_padding, "real": self.real, "ids": self.ids}]
         for layer in self.layers:
             held = {k: dict(v) if isinstance(v, dict) else v for k, v in vars(layer).items()}
             if held.get("log") is not None:
@@ -161,7 +182,8 @@ class K3Cache(DynamicCache):
         if tokens_to_remove:
             for layer in self.layers:
                 layer.crop(tokens_to_remove)
-            self._map_real(lambda x: x[:, :tokens_to_remove])
+            seen = self.get_seq_length()
+            self._map_known(lambda x: x[:, :seen])
             self.counters["rollbacks"] += 1
             self.counters["rolled_back_tokens"] -= tokens_to_remove
 
@@ -170,7 +192,7 @@ class K3Cache(DynamicCache):
     def reset(self) -> None:
         """Forget everything, keep the object and its rollback window."""
         super().reset()
-        self.has_padding, self.real = False, None
+        self.has_padding, self.real, self.ids = False, None, None
 
     def to(self, device: torch.device | str) -> "K3Cache":
         """Move every tensor to `device`; returns the cache."""
@@ -178,23 +200,23 @@ class K3Cache(DynamicCache):
             layer.map_tensors(lambda x: x.to(device))
             if getattr(layer, "device", None) is not None:
                 layer.device = torch.device(device)
-        self._map_real(lambda x: x.to(device))
+        self._map_known(lambda x: x.to(device))
         return self
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Keep the rows `beam_idx`, in this order."""
         super().reorder_cache(beam_idx)
-        self._map_real(lambda x: x.index_select(0, beam_idx.to(x.device)))
+        self._map_known(lambda x: x.index_select(0, beam_idx.to(x.device)))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows `indices` (numbers or a mask)."""
         super().batch_select_indices(indices)
-        self._map_real(lambda x: x[indices.to(x.device)])
+        self._map_known(lambda x: x[indices.to(x.device)])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row `repeats` times."""
         super().batch_repeat_interleave(repeats)
-        self._map_real(lambda x: x.repeat_interleave(repeats, dim=0))
+        self._map_known(lambda x: x.repeat_interleave(repeats, dim=0))
 
     def reserve(self, num_tokens: int) -> None:
         """Make room for this many tokens in all, so that a prefill in pieces does not copy what it has."""
@@ -202,7 +224,9 @@ class K3Cache(DynamicCache):
             if not is_linear:
                 layer.reserve(num_tokens)
 
-    def _map_real(self, fn: Callable[[Tensor], Tensor]) -> None:
+    def _map_known(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Replace what is known of the tokens by `fn` of it."""
+        self.ids = None if self.ids is None else fn(self.ids)
         if self.real is not None:
             self.real = fn(self.real)
             if self.real.all():

@@ -104,7 +104,9 @@ class K3LinearLayer(LinearAttentionCacheLayerMixin):
 
     def any_tensor(self) -> Tensor | None:
         """Some tensor with the layer's batch and device, or None if nothing is held."""
-        return self.log.pieces[0].q if self.is_behind and self.log.pieces else self.state
+        if not self.is_behind:
+            return self.state
+        return self.log.pieces[0].q if self.log.pieces else self.log.state
 
     def get_seq_length(self) -> int:
         """Tokens seen, padding included."""

@@ -173,7 +173,12 @@ def check_loaded(info: dict[str, Any], model: nn.Module, path: str | PathLike | 
     missing = info["missing_keys"]
     unexpected = [key for key in info["unexpected_keys"] if not is_excused(key, model)]
     mismatched = [key if isinstance(key, str) else key[0] for key in info["mismatched_keys"]]
-    complain(path, missing=[key for key in missing if not may_be_new(key, model)], unknown=unexpected, shape=mismatched)
+    complain(
+        path,
+        missing=[key for key in missing if not may_be_new(key, model)],
+        unknown=unexpected,
+        shape=[key for key in mismatched if not may_be_new(key, model)],
+    )
 
 
 def is_excused(key: str, model: nn.Module) -> bool:
@@ -185,7 +190,10 @@ def is_excused(key: str, model: nn.Module) -> bool:
 
 
 def may_be_new(key: str, model: nn.Module) -> bool:
-    """Whether a model may start this parameter afresh: a new head on a pretrained decoder, as in fine-tuning."""
+    """Whether a model may start this parameter afresh: a new head on a pretrained decoder, as in fine-tuning.
+
+    A head of another shape needs the library's `ignore_mismatched_sizes=True` as well.
+    """
     has_own_head = model.base_model is not model and not model.can_generate()
     return has_own_head and not key.startswith(f"{model.base_model_prefix}.")
 

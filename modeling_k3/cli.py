@@ -10,6 +10,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from modeling_k3.conversion.cli import app as convert
+from modeling_k3.readiness.commands import add_commands
 
 app = typer.Typer(
     help="Kimi K3 for transformers.",
@@ -198,6 +199,9 @@ def _readable(run: Callable[[], None]) -> None:
 def _fail(message: str) -> NoReturn:
     typer.echo(f"error: {message}", err=True)
     raise typer.Exit(USAGE_ERROR)
+
+
+add_commands(app, _readable)
 
 
 def main() -> None:

@@ -2,6 +2,9 @@
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+from transformers.utils import logging
+
 if TYPE_CHECKING:  # pragma: no cover
     from transformers import PreTrainedConfig
 
@@ -9,6 +12,12 @@ HIDDEN_ACTS = ("situ", "silu")
 ROUTER_FUNCTIONS = ("sigmoid", "softmax")
 ROUTER_INPUTS = ("hidden", "latent")
 
+logger = logging.get_logger(__name__)
+
+_LINEAR_KEYS = {
+    *("num_heads", "head_dim", "short_conv_kernel_size", "kda_layers", "full_attn_layers"),
+    *("use_full_rank_gate", "gate_lower_bound"),
+}
 _COUNTS = (
     "vocab_size hidden_size num_hidden_layers intermediate_size num_attention_heads num_key_value_heads kv_lora_rank "
     "qk_nope_head_dim v_head_dim max_position_embeddings moe_layer_freq num_expert_group topk_group"
@@ -16,8 +25,8 @@ _COUNTS = (
 _OPTIONAL_COUNTS = "q_lora_rank attn_res_block_size num_experts routed_expert_hidden_size".split()
 _FROM_ZERO = "qk_rope_head_dim first_k_dense_replace num_nextn_predict_layers".split()
 _SWITCHES = (
-    "mla_use_nope mla_use_output_gate moe_renormalize latent_moe_use_norm tie_word_embeddings use_cache "
-    "output_router_logits"
+    "mla_use_nope mla_use_output_gate use_grouped_topk moe_renormalize latent_moe_use_norm tie_word_embeddings "
+    "use_cache output_router_logits"
 ).split()
 
 
@@ -28,6 +37,7 @@ def check_config(config: "PreTrainedConfig") -> None:
         ValueError: a value outside what is allowed, or numbers that contradict each other.
         TypeError: a value of the wrong type.
     """
+    _check_library_fields(config)
     for name in _COUNTS:
         _require_int(name, getattr(config, name), 1)
     for name in _OPTIONAL_COUNTS:
@@ -53,9 +63,29 @@ def check_config(config: "PreTrainedConfig") -> None:
     _check_special_ids(config)
 
 
+def check_depth(num_hidden_layers: Any) -> None:
+    """Check what the layer lists are filled from."""
+    _require_int("num_hidden_layers", num_hidden_layers, 1)
+
+
+def _check_library_fields(config: "PreTrainedConfig") -> None:
+    """Check what the library would take and only fail on later."""
+    dtype = config.dtype
+    if dtype is not None:
+        found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+        if not isinstance(found, torch.dtype) or not found.is_floating_point:
+            raise ValueError(f"dtype={dtype!r} is no floating-point dtype; allowed are e.g. 'bfloat16' and 'float32'")
+    kept = config.released_config
+    if kept is not None and not (isinstance(kept, dict) and {"outer", "text_config"} <= set(kept)):
+        raise TypeError(f"released_config={kept!r} must be None or what reading a released config has put there")
+
+
 def _check_kda(linear: Any) -> None:
     if not isinstance(linear, dict):
         raise TypeError(f"linear_attn_config={linear!r} must be a dictionary")
+    unknown = sorted(set(linear) - _LINEAR_KEYS)
+    if unknown:
+        logger.warning_once(f"linear_attn_config: {unknown} are not read; known are {sorted(_LINEAR_KEYS)}")
     for name in ("num_heads", "head_dim", "short_conv_kernel_size"):
         _require_int(f"linear_attn_config.{name}", linear.get(name), 1)
     full_rank = linear.get("use_full_rank_gate", False)
@@ -66,8 +96,8 @@ def _check_kda(linear: Any) -> None:
         _require_number("linear_attn_config.gate_lower_bound", bound)
         if not -5.0 <= bound < 0.0:
             raise ValueError(
-                f"linear_attn_config.gate_lower_bound={bound!r} must lie in [-5, 0): it is the lower bound of a log "
-                "decay, and 16-token tiles are exact in fp32 only down to -5; None selects the softplus gate"
+                f"linear_attn_config.gate_lower_bound={bound!r} must lie in [-5, 0): it bounds a log decay, and the "
+                "kernels of this family are exact in float32 only down to -5; None selects the softplus gate"
             )
 
 
@@ -142,6 +172,8 @@ def _check_experts(config: "PreTrainedConfig") -> None:
 def _check_special_ids(config: "PreTrainedConfig") -> None:
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         value = getattr(config, name)
+        if name == "eos_token_id" and isinstance(value, (list, tuple)) and not value:
+            raise ValueError("eos_token_id=[] ends nothing; allowed are None, an id, or a list of ids")
         for token in value if isinstance(value, (list, tuple)) and name == "eos_token_id" else [value]:
             if token is None:
                 continue

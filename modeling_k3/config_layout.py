@@ -56,6 +56,13 @@ _INJECTED = (
 )
 #: Inner keys the text model does not read and that library helpers would misread if they became attributes.
 _ROTARY = "head_dim rope_theta rope_scaling rope_parameters".split()
+#: Inner keys that the library reads and does not write back while they stand at its defaults.
+_LIBRARY_DEFAULTS = (
+    "id2label label2id problem_type return_dict output_hidden_states output_attentions chunk_size_feed_forward "
+    "is_encoder_decoder"
+).split()
+#: Fields of ours that the release has no word for; written into its layout only when they say something.
+_OURS_AT_REST = {"mla_norm_eps": 1e-6, "router_input": "hidden", "output_router_logits": False}
 _KEPT_ASIDE = [*_ROTARY, *"model_type architectures auto_map transformers_version _name_or_path".split()]
 #: KDA of a config written in code that leaves it open.
 DEFAULT_LINEAR: dict[str, Any] = {
@@ -114,6 +121,7 @@ def _unwrap_released(config: dict[str, Any], dropped_by_library: frozenset[str])
     outer.pop("auto_map", None)
     inner.pop("auto_map", None)
     injected = {key: outer.pop(key) for key in _INJECTED if key in outer and key != "dtype"}
+    defaults = {key: deepcopy(inner[key]) for key in _LIBRARY_DEFAULTS if key in inner}
     aside = {key: inner.pop(key) for key in list(inner) if key in _KEPT_ASIDE or key in dropped_by_library}
     if "dtype" in outer:
         inner["dtype"] = outer["dtype"]
@@ -125,7 +133,7 @@ def _unwrap_released(config: dict[str, Any], dropped_by_library: frozenset[str])
     flat = {**inner, **injected}
     flat["model_type"] = FLAT_MODEL_TYPE
     flat["architectures"] = ["K3ForCausalLM"]
-    flat["released_config"] = {"outer": outer, "text_config": aside}
+    flat["released_config"] = {"outer": outer, "text_config": aside, "defaults": defaults}
     return flat
 
 
@@ -139,7 +147,10 @@ def wrap(flat: dict[str, Any]) -> dict[str, Any]:
     outer, aside = kept["outer"], kept["text_config"]
     for key in ("model_type", "architectures", "transformers_version"):
         flat.pop(key, None)
-    inner = {**flat, **aside}
+    inner = {**kept.get("defaults", {}), **flat, **aside}
+    for key, value in _OURS_AT_REST.items():
+        if inner.get(key) == value:
+            del inner[key]
     quantization = inner.pop("quantization_config", None)
     if quantization is None:
         outer.pop("quantization_config", None)

@@ -7,7 +7,7 @@ from typing import Any
 from transformers import GenerationConfig
 from transformers.configuration_utils import PreTrainedConfig
 
-from .config_checks import check_config
+from .config_checks import check_config, check_depth
 from .config_layout import DEFAULT_LINEAR, FLAT_MODEL_TYPE, check_complete, complete_linear, unwrap, wrap
 
 _LINEAR = "linear_attention"
@@ -142,7 +142,8 @@ class K3Config(PreTrainedConfig):
     def __new__(cls, *args: Any, **kwargs: Any) -> "K3Config":
         """Remember a released dictionary that is passed as keywords; the fields set from it hide what it stated."""
         config = super().__new__(cls)
-        config.__dict__["_nested"] = kwargs if "text_config" in kwargs else None
+        if "text_config" in kwargs:
+            config.__dict__["_nested"] = kwargs
         return config
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -150,7 +151,8 @@ class K3Config(PreTrainedConfig):
         if nested is not None:
             kwargs = self._take_nested(nested)
         for alias in [name for name in self.attribute_map if name in kwargs]:
-            setattr(self, alias, kwargs.pop(alias))
+            self._take_alias(alias, kwargs.pop(alias))
+        check_depth(self.num_hidden_layers)
         layer_types, mlp_layer_types = kwargs.pop("layer_types", None), kwargs.pop("mlp_layer_types", None)
         if layer_types is not None:
             self.layer_types = layer_types
@@ -162,6 +164,14 @@ class K3Config(PreTrainedConfig):
                 f"which give {self.mlp_layer_types}"
             )
         super().__post_init__(**kwargs)
+
+    def _take_alias(self, alias: str, value: Any) -> None:
+        """Set a field by its other name, unless it was given another value by its own."""
+        name = self.attribute_map[alias]
+        default = type(self).__dataclass_fields__[name].default
+        if getattr(self, name) not in (default, value):
+            raise ValueError(f"{alias}={value!r} contradicts {name}={getattr(self, name)!r}: they are one field")
+        setattr(self, name, value)
 
     def _take_nested(self, nested: dict[str, Any]) -> dict[str, Any]:
         """Set the fields of a released dictionary that was passed as keywords; return what is left over."""
@@ -195,8 +205,6 @@ class K3Config(PreTrainedConfig):
             self.linear_attn_config = linear
         super().__setattr__(key, value)
 
-    # -- what each layer is -------------------------------------------------------------------------------------
-
     @property
     def layer_types(self) -> list[str]:
         """Attention of each layer, from the 1-based lists: "linear_attention" (KDA) or "full_attention" (MLA)."""
@@ -205,7 +213,9 @@ class K3Config(PreTrainedConfig):
 
     @layer_types.setter
     def layer_types(self, types: list[str]) -> None:
-        unknown = sorted({t for t in types if t not in (_LINEAR, _FULL)})
+        if not isinstance(types, (list, tuple)):
+            raise TypeError(f"layer_types={types!r} must be a list of {[_LINEAR, _FULL]}")
+        unknown = sorted({str(t) for t in types if t not in (_LINEAR, _FULL)})
         if unknown:
             raise ValueError(f"layer_types contains {unknown}; allowed are {[_LINEAR, _FULL]}")
         self.linear_attn_config = {
@@ -222,8 +232,6 @@ class K3Config(PreTrainedConfig):
     def _is_moe(self, layer_idx: int) -> bool:
         late_enough = layer_idx >= self.first_k_dense_replace
         return self.num_experts is not None and late_enough and layer_idx % self.moe_layer_freq == 0
-
-    # -- KDA numbers --------------------------------------------------------------------------------------------
 
     @property
     def kda_num_heads(self) -> int:
@@ -249,8 +257,6 @@ class K3Config(PreTrainedConfig):
     def gate_lower_bound(self) -> float | None:
         """Lower bound of KDA's log decay per step; None selects the softplus gate."""
         return self.linear_attn_config.get("gate_lower_bound")
-
-    # -- reading and writing ------------------------------------------------------------------------------------
 
     @classmethod
     def _dropped_by_library(cls) -> frozenset[str]:

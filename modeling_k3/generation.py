@@ -203,7 +203,8 @@ def _unseen(
         is_whole: the prompt must be the whole sequence.
 
     Raises:
-        ValueError: nothing is new, or the lengths of prompt, mask and cache do not fit together.
+        ValueError: nothing is new, the cache holds other tokens, or the lengths of prompt, mask and cache do not fit
+            together.
     """
     past, length = model_kwargs["cache"].get_seq_length(), prompt.shape[1]
     if not past:
@@ -215,6 +216,11 @@ def _unseen(
             raise ValueError(
                 f"the input has {length} tokens and the cache has seen {past}; allowed is the whole sequence with at "
                 "least one new token, or the new tokens with an attention_mask over the whole sequence"
+            )
+        if prompt.ndim == 2 and not model_kwargs["cache"].begins_like(prompt):
+            raise ValueError(
+                f"the cache holds {past} tokens that are not the first ones of the input; allowed is the sequence it "
+                "was filled with, continued, or a fresh K3Cache"
             )
         return prompt[:, past:]
     if total != past + length:

@@ -46,5 +46,5 @@ def _init_decay(module: K3DeltaAttention) -> None:
         init.copy_(module.A_log, torch.empty_like(module.A_log).uniform_(1, 16).log())
     else:
         init.zeros_(module.A_log)
-    step = torch.empty_like(module.dt_bias).uniform_(math.log(1e-3), math.log(0.1)).exp().clamp(min=1e-4)
+    step = torch.empty_like(module.dt_bias).uniform_(math.log(1e-3), math.log(0.1)).exp()
     init.copy_(module.dt_bias, step + torch.log(-torch.expm1(-step)))

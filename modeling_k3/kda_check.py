@@ -138,13 +138,15 @@ def check_path(
     gradients: bool = True,
     width: int = 64,
 ) -> Iterator[Finding]:
-    """Compare over dtype x length x gate; a path that raises fails that case."""
+    """Compare over dtype x length x gate; a path that raises fails that case, running out of memory is raised."""
     for dtype in dtypes:
         for length in lengths:
             for gate in gates:
                 case = make_case(gate, length, dtype, device, width=width)
                 try:
                     yield compare(path, case, gradients=gradients)
+                except torch.OutOfMemoryError:
+                    raise
                 except Exception as error:
                     name = str(dtype).removeprefix("torch.")
                     yield Finding(gate, length, name, failures=[f"{type(error).__name__}: {str(error)[:200]}"])

@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from .kda_slab import CHUNK, LIFT, Buffers, Slab, as_batch, decayed_keys, prepare
+from .precision import no_autocast
 
 #: Elements per tensor of a slab, and of its state: about what a core's cache holds.
 _SLAB = 2**17
@@ -104,7 +105,7 @@ class ChunkKDA(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, do: Tensor, d_final: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        with torch.autocast(do.device.type, enabled=False):
+        with no_autocast(do.device.type):
             return ChunkKDA._gradients(ctx, do, d_final)
 
     @staticmethod

@@ -5,10 +5,10 @@ The recurrence is a linear map from values to outputs. With D_ij the decay betwe
     L_ij = beta_i sum_d k_id D_ijd k_jd    (j < i)          A_ij = K^-1/2 sum_d q_id D_ijd k_jd    (j <= i)
     o    = A (I + L)^-1 Diag(beta) v  =  W v                W: the effective attention weights, [T, T] per head
 
-"Exact" means: KDA approximates nothing, so nothing but rounding separates this from the definition, and the rounding
-is as small as the dtype allows (log decays are summed in float64; every exponent is a difference that is never
-positive). How large that rounding is in a faster form is what this form is there to measure. A model's own precise
-retrieval, in contrast, is its full-attention layers.
+"Exact" means: KDA approximates nothing, so nothing but rounding separates this from the definition, and here rounding
+is kept out of the way (`kda_ops.exact_kda` computes in float64 and rounds once; log decays are always summed in it, and
+every exponent is a difference that is never positive). How large rounding is in a faster form is what this form is
+there to measure. A model's own precise retrieval, in contrast, is its full-attention layers.
 
 Time grows with T^2. Memory does not, unless the weights or gradients are asked for: a block of rows meets one block
 of earlier tokens at a time.

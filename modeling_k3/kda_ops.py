@@ -26,7 +26,7 @@ from torch import Tensor
 from .kda_chunk import ChunkKDA
 from .kda_exact import exact_attention
 from .kda_slab import CHUNK, SAFE_LOWER_BOUND
-from .precision import at_least_fp32, upcast
+from .precision import at_least_fp32, no_autocast, upcast
 
 
 def _outside_autocast(path: Callable[..., Any]) -> Callable[..., Any]:
@@ -34,10 +34,7 @@ def _outside_autocast(path: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(path)
     def run(q: Tensor, *args: Any, **options: Any) -> Any:
-        device = q.device.type
-        if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
-            return path(q, *args, **options)
-        with torch.autocast(device, enabled=False):
+        with no_autocast(q.device.type):
             return path(q, *args, **options)
 
     return run
@@ -218,6 +215,7 @@ def exact_kda(
     *,
     cu_seqlens: Tensor | None = None,
     output_weights: bool = False,
+    arithmetic: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
     """Run Kimi Delta Attention in its attention-matrix form: the precise branch, at a cost of T^2 per head.
 
@@ -225,17 +223,25 @@ def exact_kda(
 
     Args:
         output_weights: also return the effective attention weights [B, H, T, T]; not for packed sequences.
+        arithmetic: float64, after which float32 results are off by their last rounding only, or float32, at half the
+            cost and about as exact as the chunk form. Devices without float64 need the latter.
         others: see the module and `chunk_kda`.
 
     Raises:
-        ValueError: weights of packed sequences, or weights above 2 GiB.
+        ValueError: weights of packed sequences, weights above 2 GiB, or another dtype.
     """
+    if arithmetic not in (torch.float32, torch.float64):
+        raise ValueError(f"arithmetic={arithmetic} is not allowed: torch.float32 or torch.float64")
     if cu_seqlens is not None:
         if output_weights:
             raise ValueError("output_weights=True with cu_seqlens is not allowed: call once per sequence")
-        return _per_sequence(exact_kda, q, k, v, log_decay, beta, state, cu_seqlens)
-    o, state, weights = exact_attention(*_prepare(q, k, v, log_decay, beta, state), output_weights=output_weights)
-    return (o, state, weights) if output_weights else (o, state)
+        return _per_sequence(exact_kda, q, k, v, log_decay, beta, state, cu_seqlens, arithmetic=arithmetic)
+    inputs = _prepare(q, k, v, log_decay, beta, state)
+    dtype = inputs[0].dtype
+    wide = (x.to(torch.promote_types(dtype, arithmetic)) for x in inputs)
+    o, final, weights = exact_attention(*wide, output_weights=output_weights)
+    results = (o, final) if weights is None else (o, final, weights)
+    return tuple(x.to(dtype) for x in results)
 
 
 def _prepare(
@@ -258,7 +264,7 @@ def _per_sequence(
     beta: Tensor,
     state: Tensor | None,
     cu_seqlens: Tensor,
-    **options: float | None,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Run `path` on each sequence of a packed row; the states come back as [N, H, K, V].
 

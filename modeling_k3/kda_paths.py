@@ -15,6 +15,7 @@ from .kda_check import check_path
 from .kda_fla import fla_kda, refusal
 from .kda_ops import chunk_kda, exact_kda, recurrent_kda
 from .kda_verdicts import Verdict, read_verdict, verdict_key, write_verdict
+from .precision import no_autocast
 
 #: How the recurrence is evaluated: a choice of the moment, never saved. All are the same function up to rounding.
 KDA_IMPLEMENTATIONS = ("auto", "chunk", "recurrent", "exact", "fla")
@@ -103,7 +104,9 @@ def probe_fla(device: torch.device, dtype: torch.dtype, *, again: bool = False) 
     known = None if again else read_verdict(key)
     if known is not None:
         return known
-    findings = check_path(fla_kda, [dtype], [1, 65, 200], str(device))
+    # The first call that asks may stand in any of these contexts; the trial needs gradients and full precision.
+    with torch.inference_mode(False), torch.enable_grad(), no_autocast(device.type):
+        findings = list(check_path(fla_kda, [dtype], [1, 65, 200], str(device)))
     failures = [f"{f.gate}, {f.length} tokens: {failure}" for f in findings for failure in f.failures]
     verdict = Verdict(not failures, failures[0] if failures else "agrees with the recurrence in float64")
     write_verdict(key, verdict)

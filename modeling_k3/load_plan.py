@@ -181,7 +181,11 @@ def check_plan(plan: Plan, model: nn.Module, state: LoadState) -> LoadStateDictI
     missing = [name for name in plan.missing if not may_be_new(name, model)]
     halves = [name for name in plan.missing if EXPERT.fullmatch(canonical(name))]
     if state.strict:
-        shapes = [f"{name} {list(stored)} instead of {list(needed)}" for name, stored, needed in plan.shape]
+        shapes = [
+            f"{name} {list(stored)} instead of {list(needed)}"
+            for name, stored, needed in plan.shape
+            if not may_be_new(name, model)
+        ]
         complain(state.path, missing=missing, unknown=plan.unknown, shape=shapes, unlisted=plan.unlisted)
     elif halves or any(EXPERT.fullmatch(canonical(name)) for name, _, _ in plan.shape):
         complain(state.path, missing=halves, shape=[name for name, _, _ in plan.shape])

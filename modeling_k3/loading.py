@@ -17,7 +17,7 @@ from .expert_pages import ENDINGS, ExpertPages
 from .experts import iter_experts
 from .load_plan import Place, Plan, stored_kind
 from .mxfp4 import GROUP, decode
-from .placement import LoadState
+from .placement import LoadState, uses_accelerator
 
 logger = logging.get_logger(__name__)
 
@@ -36,7 +36,9 @@ def fill(model: nn.Module, plan: Plan, load_config: Any, state: LoadState) -> No
         places = plan.experts.get(layer_of(canonical(name) + "."))
         if not places:
             continue
-        if module.storage == "packed" and get_device(device_map, f"{name}.down_proj_packed") == "disk":
+        device = str(get_device(device_map, f"{name}.down_proj_packed"))
+        if module.storage == "packed" and (device == "disk" or (device == "cpu" and uses_accelerator(device_map))):
+            # Hooks would bring the whole stack of a layer; mapped experts travel one by one.
             module.use_storage("mapped")
         if module.storage == "mapped":
             module.use_storage("mapped", ExpertPages(stored_kind(places), module.num_experts, places))

@@ -50,10 +50,13 @@ def check_inputs(config: K3Config, input_ids: Tensor | None, inputs_embeds: Tens
         given = "neither" if input_ids is None else "both"
         raise ValueError(f"exactly one of input_ids and inputs_embeds must be given, got {given}")
     if input_ids is not None:
+        if not isinstance(input_ids, Tensor) or input_ids.dtype not in (torch.int64, torch.int32):
+            kind = input_ids.dtype if isinstance(input_ids, Tensor) else type(input_ids).__name__
+            raise TypeError(f"input_ids is a {kind}; allowed is a tensor of torch.int64 or torch.int32")
         if input_ids.ndim != 2:
             raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}; allowed is [batch, tokens]")
         if not is_tracing() and input_ids.numel() and not input_ids.is_meta:
-            low, high = input_ids.min().item(), input_ids.max().item()
+            low, high = torch.stack(input_ids.aminmax()).tolist()
             if low < 0 or high >= config.vocab_size:
                 raise ValueError(
                     f"input_ids contains {low if low < 0 else high}; allowed are 0 to {config.vocab_size - 1} "
@@ -68,6 +71,25 @@ def check_inputs(config: K3Config, input_ids: Tensor | None, inputs_embeds: Tens
         raise ValueError(f"the input has shape {shape}; allowed is at least one row of at least one token")
     if kwargs.get("is_causal") is False:
         raise ValueError("is_causal=False is not possible: a recurrence sees only what came before; allowed is True")
+
+
+def check_labels(labels: Tensor, inputs: Tensor | None, logits_to_keep: int | Tensor, config: K3Config) -> None:
+    """Refuse labels that do not stand beside the inputs.
+
+    Raises:
+        ValueError: another shape, some logits left out, or (eager mode only) a label outside the vocabulary.
+    """
+    if inputs is not None and labels.shape != inputs.shape[:2]:
+        raise ValueError(f"labels has shape {tuple(labels.shape)}; allowed is {tuple(inputs.shape[:2])}")
+    if isinstance(logits_to_keep, Tensor) or logits_to_keep:
+        raise ValueError(f"logits_to_keep={logits_to_keep!r} with labels is not allowed: the loss needs all logits")
+    if not is_tracing() and labels.numel() and not labels.is_meta:
+        low, high = torch.stack(labels.masked_fill(labels == -100, 0).aminmax()).tolist()
+        if low < 0 or high >= config.vocab_size:
+            raise ValueError(
+                f"labels contains {low if low < 0 else high}; allowed are -100 and 0 to {config.vocab_size - 1} "
+                f"(vocab_size={config.vocab_size})"
+            )
 
 
 def check_cache(cache: object, batch: int, config: K3Config) -> None:
@@ -122,12 +144,11 @@ def padding_mask(attention_mask: Tensor | None, batch: int, length: int, cache: 
     """
     seen = 0 if cache is None else cache.get_seq_length()
     known = None if cache is None else cache.real
-    total = f"[{batch}, {seen + length}]"
     if attention_mask is None:
         if cache is not None and cache.has_padding:
             raise ValueError(
-                f"attention_mask=None, but the cache holds padding; allowed is a mask {total} over all positions seen "
-                "so far and the new ones"
+                f"attention_mask=None, but the cache holds padding; allowed is a mask [{batch}, {seen + length}] over "
+                "all positions seen so far and the new ones"
             )
         return None
     shape = tuple(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
@@ -137,8 +158,9 @@ def padding_mask(attention_mask: Tensor | None, batch: int, length: int, cache: 
             return None if found.all() else found
     if shape != (batch, seen + length):
         raise ValueError(
-            f"attention_mask has shape {shape}; allowed is {total}, 1 for real tokens and 0 for padding, or the same "
-            "as causal attention per pair of tokens (the recurrence of KDA cannot follow another mask per pair)"
+            f"attention_mask has shape {shape}; allowed is [{batch}, {seen + length}], 1 for real tokens and 0 for "
+            "padding, or the same as causal attention per pair of tokens (the recurrence of KDA cannot follow another "
+            "mask per pair)"
         )
     mask = attention_mask.to(torch.bool)
     if is_tracing():
@@ -169,7 +191,7 @@ def check_positions(position_ids: Tensor | None, padding: Tensor | None) -> Tens
     Raises:
         ValueError: real tokens whose positions neither continue nor restart at 0.
     """
-    if position_ids is None or position_ids.shape[-1] < 2 or is_tracing() or position_ids.is_meta:
+    if position_ids is None or position_ids.shape[-1] < 2 or position_ids.is_meta:
         return None
     position = position_ids.view(-1, position_ids.shape[-1])
     index = torch.arange(position.shape[-1], device=position.device)
@@ -178,6 +200,10 @@ def check_positions(position_ids: Tensor | None, padding: Tensor | None) -> Tens
     last = torch.where(real, index, -1).cummax(dim=1).values[:, :-1]
     step = position[:, 1:] - position.gather(1, last.clamp(min=0))
     continues = (step == 1) | (step == index[1:] - last) | (last < 0) | ~real[:, 1:]
+    if is_tracing():
+        # A graph cannot branch on values, but it can check them.
+        torch._assert_async(continues.all(), "packed sequences cannot be compiled: position_ids are not consecutive")
+        return None
     restarts = ~continues & (position[:, 1:] == 0)
     if not (continues | restarts).all():
         raise ValueError(

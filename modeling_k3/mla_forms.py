@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .attention_span import AttentionSpan
-from .precision import at_least_fp32
+from .precision import at_least_fp32, no_autocast
 
 #: Keys per block, and scores per tile: what a core's cache holds in float32.
 KEY_BLOCK = 1024
@@ -54,6 +54,22 @@ def latent_attention(
         [B, T, H, Vd] in query's dtype, and the weights [B, H, T, S] or None. A token that may read nothing gets some
         finite average.
     """
+    with no_autocast(query.device.type):
+        weight = weight.to(query.dtype)
+        return _attend(query, latent, shared, weight, span, scaling, absorb=absorb, output_weights=output_weights)
+
+
+def _attend(
+    query: Tensor,
+    latent: Tensor,
+    shared: Tensor,
+    weight: Tensor,
+    span: AttentionSpan,
+    scaling: float,
+    *,
+    absorb: bool,
+    output_weights: bool,
+) -> tuple[Tensor, Tensor | None]:
     heads, rope = query.shape[1], shared.shape[-1]
     wide = at_least_fp32(query.dtype)
     nope = query.shape[-1] - rope
@@ -64,6 +80,8 @@ def latent_attention(
         q_own = torch.einsum("bhtn,hnr->bhtr", q_own, w_k)
     q_own, q_shared = q_own.to(wide) * scaling, q_shared.to(wide) * scaling
     blocks, tiles = _blocks(query, latent, absorb=absorb, is_whole=output_weights or torch.compiler.is_compiling())
+    # From the tensors at hand, so that a compiled graph sees that all keys are allowed to a single new token.
+    span = AttentionSpan(latent.shape[1] - query.shape[2], span.real, span.documents)
     sums: list[tuple[Tensor, Tensor, Tensor] | None] = [None] * len(tiles)
     kept = None
     for keys in blocks:

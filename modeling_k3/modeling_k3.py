@@ -21,7 +21,7 @@ from .generation import K3GenerationMixin
 from .initialization import init_k3_module
 from .kda import K3DeltaAttention, check_kda_implementation
 from .latent_moe import K3Router
-from .masks import PACKING_ARGUMENTS, CallMasks, check_cache, check_inputs, is_tracing, read_call
+from .masks import PACKING_ARGUMENTS, CallMasks, check_cache, check_inputs, check_labels, is_tracing, read_call
 from .mla import K3MLAttention
 from .norms import K3RMSNorm
 from .outputs import K3CausalLMOutput, K3ModelOutput
@@ -58,7 +58,7 @@ class K3PreTrainedModel(K3Persistence):
         super().__init__(config, *args, **kwargs)
 
     def set_kda_implementation(self, name: str, layers: Iterable[int] | None = None) -> None:
-        """Choose how KDA is evaluated ("auto", "chunk", "recurrent", "exact"), everywhere or in some layers.
+        """Choose how KDA is evaluated ("auto", "chunk", "recurrent", "exact", "fla"), everywhere or in some layers.
 
         A choice of the moment that is not saved; one call can override it: `model(..., kda_implementation=...)`.
 
@@ -91,7 +91,17 @@ class K3PreTrainedModel(K3Persistence):
 
 
 class K3Model(K3PreTrainedModel):
-    """The decoder without a head: embedding, layers, output mix over depth, norm."""
+    """The decoder without a head.
+
+        p = embed(ids)      B = []                               AttnRes stream: running sum and finished blocks
+        for layer l:        h = mix(B + [p]);  if l starts a block: B += [p], p = 0
+                            p = p + attention_l(norm(h))         KDA or gated MLA by layer_types[l]
+                            p = p + feed_forward_l(norm(mix(B + [p])))
+        hidden = norm(mix(B + [p]))                              K3ForCausalLM: logits = lm_head(hidden)
+
+    One source mixes to itself, so layer 0 needs no special case. Nothing of the stream lives beyond one call.
+    Source: arXiv 2607.24653 section 2; released `KimiLinearModel`.
+    """
 
     def __init__(self, config: K3Config) -> None:
         super().__init__(config)
@@ -152,6 +162,7 @@ class K3Model(K3PreTrainedModel):
             if cache is None or is_tracing():
                 return self._decode(p, masks, cache, kwargs)
             marks = cache.mark()
+            cache.note_ids(input_ids, *p.shape[:2], p.device)
             try:
                 return self._decode(p, masks, cache, kwargs)
             except BaseException:
@@ -230,6 +241,8 @@ class K3ForCausalLM(K3PreTrainedModel, K3GenerationMixin):
             logits_to_keep: only the last n positions, or a tensor of positions; 0 keeps all (labels need all).
             others: see `K3Model.forward`.
         """
+        if labels is not None:
+            check_labels(labels, input_ids if input_ids is not None else inputs_embeds, logits_to_keep, self.config)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,

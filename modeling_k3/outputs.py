@@ -10,8 +10,10 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOut
 class K3ModelOutput(MoeModelOutputWithPast):
     """Output of K3Model.
 
-    Beside the library's fields (`last_hidden_state` [B, T, D], `cache`, `hidden_states`, `attentions` of the MLA
-    layers, `router_logits` [tokens, N] of the MoE layers):
+    The library's fields, as this model fills them: `last_hidden_state` [B, T, D]; `cache`; `hidden_states`, the
+    embedding and then the running sum after each layer (which restarts in each AttnRes block), the last one replaced by
+    `last_hidden_state`; `attentions` in the order of the layers that form weights, which are the MLA layers with eager
+    attention and the KDA layers evaluated as "exact"; `router_logits` [tokens, N] of the MoE layers. Beside them:
 
     Args:
         depth_weights: with `output_depth_weights=True` one [B, T, L] per AttnRes mix, in the order of computation

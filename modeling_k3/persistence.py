@@ -4,7 +4,6 @@ import copy
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import fields
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from transformers.dynamic_module_utils import custom_object_save
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.modeling_utils import PreTrainedModel
 
-from .checkpoint import Checkpoint, check_loaded
+from .checkpoint import TEXT_PREFIX, Checkpoint, check_loaded
 from .experts import iter_experts
 from .load_plan import Layout, check_plan, make_plan
 from .loading import fill, report_vision
@@ -25,6 +24,8 @@ from .tensor_writer import write_checkpoint
 
 #: What says where a config comes from, for the library's loader and ours alike.
 _HUB = "cache_dir force_download proxies local_files_only token revision subfolder".split()
+#: Options of the loader that are attributes of a config as well.
+_LOADER = "dtype torch_dtype quantization_config".split()
 #: Options with which the library loads in its own way.
 _BY_LIBRARY = "state_dict gguf_file key_mapping tp_plan tp_size distributed_config device_mesh".split()
 
@@ -34,6 +35,10 @@ class K3Persistence(PreTrainedModel):
 
     _k3_layout: Layout | None = None
     _k3_disk: Mapping[str, Tensor] = {}
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.register_load_state_dict_pre_hook(_take_released_names)
 
     @classmethod
     def from_pretrained(
@@ -76,12 +81,12 @@ class K3Persistence(PreTrainedModel):
             storage="dense" if dequantize else expert_storage,
             by_library=path is None or any(kwargs.get(name) is not None for name in _BY_LIBRARY),
             max_memory=kwargs.get("max_memory"),
-            has_device_map=kwargs.get("device_map") is not None,
+            device_map=kwargs.get("device_map"),
             path=path,
         )
         if not state.by_library:
             config = _own_config(cls, path, config, kwargs)
-            if config is not None and is_released_block(getattr(config, "quantization_config", None)):
+            if config is not None and is_released_block(vars(config).get("quantization_config")):
                 config.quantization_config = _own_block(config.quantization_config, state.storage)
             if os.path.isdir(path) and not (Path(path) / "adapter_config.json").is_file():
                 subfolder = kwargs.get("subfolder") or ""
@@ -194,7 +199,7 @@ class K3Persistence(PreTrainedModel):
 
     def _write_side_files(self, folder: Path) -> None:
         """config.json, generation_config.json, and the code where the class was registered to travel with weights."""
-        self.config.dtype = str(self.dtype).removeprefix("torch.")
+        self.config.dtype = self.dtype
         self.config.architectures = [type(self).__name__.removeprefix("FSDP")]
         if self.is_remote_code():
             custom_object_save(self, folder, config=self.config)
@@ -228,9 +233,8 @@ def _own_config(cls: type, path: str | PathLike, config: Any, kwargs: dict[str, 
         source = json.loads(adapter.read_text())["base_model_name_or_path"]
     hub = {name: kwargs[name] for name in _HUB if kwargs.get(name) is not None}
     own = cls.config_class.from_pretrained(source, **hub)
-    # The rest of the config's fields may be given beside the path; `dtype` is the loader's.
-    names = {field.name for field in fields(own)} | set(own.attribute_map)
-    for name in [name for name in kwargs if name in names and name not in ("dtype", *hub)]:
+    # Attributes of the config may be given beside the path, as in the library.
+    for name in [name for name in kwargs if hasattr(own, name) and name not in (*_LOADER, *hub)]:
         setattr(own, name, kwargs.pop(name))
     return own
 
@@ -238,6 +242,19 @@ def _own_config(cls: type, path: str | PathLike, config: Any, kwargs: dict[str, 
 def _own_block(block: Any, storage: str | None) -> K3Mxfp4Config:
     """The released block under our label, with this load's form of experts."""
     return K3Mxfp4Config(expert_storage=storage, block=block if isinstance(block, dict) else block.to_dict())
+
+
+def _take_released_names(module: PreTrainedModel, state_dict: dict[str, Tensor], prefix: str, *rest: Any) -> None:
+    """Let `load_state_dict` read what `save_pretrained` wrote, as resumed training does: prefix and padding."""
+    if prefix:
+        return
+    for name in [name for name in state_dict if name.startswith(TEXT_PREFIX)]:
+        state_dict[name.removeprefix(TEXT_PREFIX)] = state_dict.pop(name)
+    for name, parameter in module.named_parameters():
+        given = state_dict.get(name)
+        is_padded = name.endswith(".A_log") and given is not None and given.ndim == 1 and len(given) > len(parameter)
+        if is_padded and not given[len(parameter) :].any():
+            state_dict[name] = given[: len(parameter)]
 
 
 def _upload(folder: Path, options: dict[str, Any]) -> None:

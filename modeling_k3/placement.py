@@ -35,7 +35,7 @@ class LoadState:
         storage: of the experts, one of `STORAGES` or None.
         by_library: leave the whole load to the library (options that only its route knows).
         max_memory: the user's limits for the device map.
-        has_device_map: whether there is one; without it everything goes to the CPU.
+        device_map: the user's; without one everything goes to the CPU.
         path: named in messages.
         checkpoint: the opened directory, as soon as it is known.
         disk: parameters that the device map leaves on disk, by name.
@@ -45,7 +45,7 @@ class LoadState:
     storage: str | None = None
     by_library: bool = False
     max_memory: Mapping[Any, Any] | None = None
-    has_device_map: bool = False
+    device_map: Any = None
     path: str | os.PathLike | None = None
     checkpoint: Checkpoint | None = None
     disk: dict[str, Callable[[], Tensor]] = field(default_factory=dict)
@@ -95,11 +95,19 @@ def available_memory() -> int:
     return max(min(free), 0)
 
 
+def uses_accelerator(device_map: Any) -> bool:
+    """Whether a device map may put something elsewhere than in main memory or on disk."""
+    if device_map is None:
+        return False
+    values = device_map.values() if isinstance(device_map, Mapping) else [device_map]
+    return any(str(value).partition(":")[0] not in ("cpu", "disk", "meta") for value in values)
+
+
 def fit(state: LoadState) -> int:
     """Bytes that the load may fill: main memory, or the accelerators' memory where a device map may use them."""
     if state.max_memory is not None:
         return sum(parse_size(limit, f"max_memory[{device!r}]") for device, limit in state.max_memory.items())
-    if state.has_device_map and torch.cuda.is_available():
+    if uses_accelerator(state.device_map) and torch.cuda.is_available():
         return sum(torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count()))
     return available_memory()
 
@@ -134,7 +142,7 @@ def _choose(modules: dict[int | None, Any], packed: set[int], checkpoint: Checkp
     files = {file for name, file in checkpoint.where.items() if (layer_of(canonical(name)) or 0) <= deepest}
     needed, room = sum(file.path.stat().st_size for file in files if file.path.exists()), fit(state)
     fits = needed <= _SHARE_OF_MEMORY * room
-    if not modules or (fits and not is_packed) or (state.has_device_map and not is_packed):
+    if not modules or (fits and not is_packed) or (state.device_map is not None and not is_packed):
         # A device map that puts dense layers on disk has its own way.
         return "dense"
     chosen = "packed" if fits else "mapped"

@@ -220,6 +220,7 @@ class PrefixCache:
                 rows = [[torch.cat([b.latents[full][i] for b in chain], dim=2) for chain in chains] for i in range(2)]
                 layer.update(*(torch.cat(row).to(device) for row in rows))
                 full += 1
+        cache.ids = torch.stack([torch.cat([block.tokens for block in chain]) for chain in chains]).to(device)
 
     # -- on disk ------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,5 @@
 """The short convolution of KDA: a few taps per channel, causal, with a window that continues across calls."""
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -22,7 +20,6 @@ class K3ShortConvolution(Float32Parameters):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(channels, 1, kernel_size, dtype=storage_fp32()))
         self.kernel_size = kernel_size
-        nn.init.uniform_(self.weight, -1 / math.sqrt(kernel_size), 1 / math.sqrt(kernel_size))
 
     def forward(self, z: Tensor, window: Tensor | None = None, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Convolve, starting from `window`.

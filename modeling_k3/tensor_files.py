@@ -14,6 +14,7 @@ import json
 import math
 import mmap
 import os
+import sys
 import warnings
 from collections.abc import Iterable
 from functools import cached_property
@@ -35,7 +36,7 @@ DTYPES = {
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_HEADER = 100_000_000
 # Not in every version's mmap module; Linux only. Elsewhere a private map reserves nothing anyway.
-_NORESERVE = 0x4000 if os.uname().sysname == "Linux" else 0
+_NORESERVE = 0x4000 if sys.platform == "linux" else 0
 
 
 class Entry(NamedTuple):

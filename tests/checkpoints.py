@@ -107,3 +107,19 @@ def edit_config(directory: Path, edit: Callable[[dict], None]) -> None:
     config = json.loads((directory / "config.json").read_text())
     edit(config)
     (directory / "config.json").write_text(json.dumps(config))
+
+
+def text_of(tensors: Mapping[str, Raw]) -> dict[str, Raw]:
+    """The text model's tensors."""
+    return {name: raw for name, raw in tensors.items() if name.startswith("language_model.")}
+
+
+#: Two layers and the head on disk, the rest on the CPU; a valid map names every part.
+MIXED = {
+    "model.embed_tokens": "cpu",
+    **{f"model.layers.{i}": "disk" if i in (1, 3) else "cpu" for i in range(9)},
+    "model.output_attn_res_norm": "cpu",
+    "model.output_attn_res_proj": "cpu",
+    "model.norm": "cpu",
+    "lm_head": "disk",
+}

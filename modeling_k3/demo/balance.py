@@ -27,7 +27,8 @@ class QuantileBalancer:
         self._handles: list[RemovableHandle] = []
         self._wanted: dict[nn.Module, Tensor] = {}
         for module in model.modules():
-            if hasattr(module, "e_score_correction_bias"):
+            # With all experts chosen there is nothing to balance.
+            if hasattr(module, "e_score_correction_bias") and module.top_k < module.num_experts:
                 self._handles.append(module.register_forward_hook(self._watch))
 
     def close(self) -> None:

@@ -256,8 +256,6 @@ def _continue(options: DemoOptions, model: PreTrainedModel, tokenizer: PreTraine
         "text-generation",
         model=model,
         tokenizer=tokenizer,
-        # Control names in the prompt are text, as in training.
-        tokenizer_encode_kwargs={"split_special_tokens": True},
     )
     set_seed(options.settings.seed)
     sampling = Sampling(max_new_tokens=_CONTINUATION_TOKENS, temperature=0.6, top_p=0.95)

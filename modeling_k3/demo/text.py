@@ -21,7 +21,7 @@ from modeling_k3 import register
 from . import UserError
 from .tokenizer import encode_text
 
-MODEL_TYPES = ("k3", "kimi_k3", "kimi_linear")
+MODEL_TYPES = ("k3", "kimi_k3")
 _TOKENIZER_FILES = ("tokenizer.json", "tiktoken.model")
 
 
@@ -94,8 +94,20 @@ def load(path: Path, dtype: str = "auto") -> tuple[PreTrainedModel, PreTrainedTo
     """
     require_checkpoint(path)
     register()
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype if dtype == "auto" else getattr(torch, dtype))
-    return model.eval(), AutoTokenizer.from_pretrained(path)
+    return load_model(path, dtype), AutoTokenizer.from_pretrained(path)
+
+
+def load_model(path: Path, dtype: str) -> PreTrainedModel:
+    """Load the model of a checked folder; see `load`.
+
+    Raises:
+        UserError: the checkpoint is damaged or contradicts itself.
+    """
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype if dtype == "auto" else getattr(torch, dtype))
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{path} cannot be loaded: {error}") from error
+    return model.eval()
 
 
 def streamer(tokenizer: PreTrainedTokenizerBase) -> TextStreamer:

@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from modeling_k3.attn_res import mix_residuals
+from modeling_k3.attn_res_fla import probe_fused_mix
 from modeling_k3.configuration_k3 import K3Config
 from modeling_k3.experts import K3Experts
 from modeling_k3.kda_check import Finding, check_path
-from modeling_k3.kda_fla import find_kernels, refusal
+from modeling_k3.kda_fla import SUPPORTED_DEVICES, find_kernels, refusal
 from modeling_k3.kda_ops import chunk_kda, decay_gate, exact_kda, recurrent_kda
 from modeling_k3.kda_paths import probe_fla
 from modeling_k3.latent_moe import K3Router
@@ -58,6 +59,7 @@ def inspect_operators(device: str = "cpu", *, thorough: bool = False, again: boo
     yield _kda("KDA recurrent", _plain(recurrent_kda), device, [n for n in lengths if n <= 300])
     yield _kda("KDA exact", _plain(exact_kda), device, [n for n in lengths if n <= 300])
     yield from _simple_operators(device)
+    yield _fused_mix(device, again)
     yield from _experts(device)
 
 
@@ -90,15 +92,28 @@ def _fla(name: str, device: str, again: bool) -> OperatorReport:
     q = torch.empty(1, 64, 1, 64, device=device)
     why_not = refusal(q, -5.0, needs_grad=True, dtype=torch.bfloat16)
     if why_not is not None:
-        try:
-            version = f"fla-core {importlib.metadata.version('fla-core')}"
-        except importlib.metadata.PackageNotFoundError:
-            version = "-"
-        return OperatorReport(name, "fla", version, MISSING if version == "-" else REFUSED, why_not)
+        absent = device.startswith("cpu") or _fla_version() == "-"
+        return OperatorReport(name, "fla", _fla_version(), MISSING if absent else REFUSED, why_not)
     kernels = find_kernels()
     verdict = probe_fla(q.device, torch.bfloat16, again=again)
     status = VERIFIED if verdict.passed else REFUSED
     return OperatorReport(name, "fla", f"fla-core {kernels.version}", status, verdict.reason)
+
+
+def _fused_mix(device: str, again: bool) -> OperatorReport:
+    """fla's kernel for the mixture over depth, in bfloat16."""
+    name, version = "AttnRes mixing", _fla_version()
+    if torch.device(device).type not in SUPPORTED_DEVICES:
+        return OperatorReport(name, "fla", version, MISSING, f"tensors are on {device}")
+    verdict = probe_fused_mix(torch.device(device), torch.bfloat16, again=again)
+    return OperatorReport(name, "fla", version, VERIFIED if verdict.passed else REFUSED, verdict.reason)
+
+
+def _fla_version() -> str:
+    try:
+        return f"fla-core {importlib.metadata.version('fla-core')}"
+    except importlib.metadata.PackageNotFoundError:
+        return "-"
 
 
 def _simple_operators(device: str) -> Iterator[OperatorReport]:

@@ -55,19 +55,24 @@ def draw(report: PrecisionReport, path: Path) -> None:
     floor = 1e-18
     for group, style in zip(report.groups, ("-", "--"), strict=False):
         positions = [row[0] for row in group.drift]
-        for column, name, colour in ((1, "as it runs", _FREE), (2, "routes forced", _FORCED)):
-            values = [max(row[column], floor) for row in group.drift]
-            over_position.plot(positions, values, style, marker=".", color=colour, label=f"{group.group}, {name}")
+        # The wide line shows below the narrow one where both are equal.
+        for column, name, colour, width in ((1, "as it runs", _FREE, 4.0), (2, "routes forced", _FORCED, 1.3)):
+            values, label = [max(row[column], floor) for row in group.drift], f"{group.group}, {name}"
+            over_position.plot(positions, values, style, color=colour, linewidth=width, label=label)
     over_position.axhline(report.threshold, color=_BOUND, linestyle=":", label="threshold of the mean")
     over_position.set(xscale="log", yscale="log", xlabel="position", ylabel="KL(exact || fast), nats")
     over_position.set_title("Drift over the position", loc="left")
     over_position.legend(fontsize=8, frameon=False)
     numbers = sorted(report.layers)
-    over_layers.bar([str(n) for n in numbers], [max(report.layers[n], floor) for n in numbers], color=_FREE)
+    errors = [max(report.layers[n], floor) for n in numbers]
+    over_layers.plot(range(len(numbers)), errors, "o", color=_FREE)
     over_layers.set(yscale="log", xlabel="KDA layer", ylabel="relative error of its output")
     over_layers.set_title("Each layer alone, on the exact run's inputs", loc="left")
-    if len(numbers) > 24:
-        over_layers.set_xticks(range(0, len(numbers), 8))
+    shown = range(0, len(numbers), max(1, len(numbers) // 16))
+    over_layers.set_xticks(list(shown), [str(numbers[i]) for i in shown])
+    if errors:
+        # A decade around, so that a difference of a third does not look like one of a thousand.
+        over_layers.set_ylim(min(errors) / 10, max(errors) * 10)
     for axes in (over_position, over_layers):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)

@@ -4,14 +4,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
-from transformers import AutoModelForCausalLM, PreTrainedModel, set_seed
+from transformers import PreTrainedModel, set_seed
 from transformers.utils import logging
 
 from modeling_k3 import register
 from modeling_k3.demo import UserError
-from modeling_k3.demo.text import require_checkpoint
+from modeling_k3.demo.text import load_model, require_checkpoint
 from modeling_k3.tokenization_k3 import K3Tokenizer
 
 from .loop import ChatLoop
@@ -36,10 +35,10 @@ def load(path: Path, dtype: str) -> tuple[PreTrainedModel, K3Tokenizer]:
         tokenizer = K3Tokenizer.from_pretrained(path)
     except ValueError as error:
         raise UserError(f"{path}: {error}") from error
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype if dtype == "auto" else getattr(torch, dtype))
+    model = load_model(path, dtype)
     if model.config.vocab_size < len(tokenizer):
         raise UserError(f"{path}: the model has {model.config.vocab_size} ids, the tokenizer {len(tokenizer)}.")
-    return model.eval(), tokenizer
+    return model, tokenizer
 
 
 def sampling(temperature: float | None, top_p: float | None) -> dict[str, Any]:

@@ -64,3 +64,17 @@ def test_a_cache_survives_assisted_decoding(tiny: K3ForCausalLM) -> None:
 def test_an_exit_that_is_no_layer_is_refused(tiny: K3ForCausalLM, depth: int) -> None:
     with pytest.raises(ValueError, match="assistant_early_exit"):
         tiny.generate(PROMPT[:1], assistant_early_exit=depth, **GREEDY)
+
+
+@pytest.mark.parametrize("options", [{"prompt_lookup_num_tokens": 3}, {"assistant_early_exit": 2}])
+def test_drafts_after_a_padded_prompt(tiny: K3ForCausalLM, options: dict[str, Any]) -> None:
+    ids, mask = PROMPT[:1].clone(), torch.ones_like(PROMPT[:1])
+    mask[0, :3] = 0
+    output = tiny.generate(ids, attention_mask=mask, max_new_tokens=20, do_sample=False, **options)
+    assert torch.equal(output[:, 3:], by_hand(tiny, ids[:, 3:], 20))
+
+
+def test_embeddings_and_drafts_are_refused(tiny: K3ForCausalLM) -> None:
+    embeds = tiny.get_input_embeddings()(PROMPT[:1])
+    with pytest.raises(ValueError, match="inputs_embeds with assisted decoding"):
+        tiny.generate(inputs_embeds=embeds, prompt_lookup_num_tokens=3, **GREEDY)

@@ -47,7 +47,7 @@ def valid_fields(draw: st.DrawFn) -> dict[str, Any]:
         "moe_router_activation_func": draw(st.sampled_from(["sigmoid", "softmax"])),
         "moe_renormalize": draw(st.booleans()), "routed_scaling_factor": draw(number),
         "tie_word_embeddings": draw(st.booleans()), "bos_token_id": draw(special), "pad_token_id": draw(special),
-        "eos_token_id": draw(special | st.lists(st.integers(0, vocabulary - 1), max_size=2)),
+        "eos_token_id": draw(special | st.lists(st.integers(0, vocabulary - 1), min_size=1, max_size=2)),
     }  # fmt: skip
 
 

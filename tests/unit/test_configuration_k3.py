@@ -76,13 +76,17 @@ def test_reading_what_was_written_is_a_fixed_point(source: dict[str, Any], tmp_p
 
 @SOURCES
 def test_a_saved_file_states_every_field(source: dict[str, Any], tmp_path: Path) -> None:
-    """A field at its default is written as well: defaults may change, files do not."""
+    """A field at its default is written as well: defaults may change, files do not.
+
+    In the released layout, fields that the release has no word for are written once they say something.
+    """
     config = K3Config.from_dict(source)
     config.save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())
     text = saved.get("text_config", saved)
-    assert set(text) >= OWN - {"released_config"}
-    assert all(text[name] == getattr(config, name) for name in OWN - {"released_config"})
+    unknown_there = {"mla_norm_eps", "router_input", "output_router_logits"} if "text_config" in saved else set()
+    assert set(text) >= OWN - {"released_config"} - unknown_there
+    assert all(text[name] == getattr(config, name) for name in OWN & set(text))
     assert text["architectures"] and text["model_type"] in ("k3", "kimi_linear")
 
 

@@ -175,3 +175,67 @@ def test_a_long_row_keeps_slow_memories() -> None:
     assert error(log_decay, beta) < bound("unit_long_state_relative")
     assert error(log_decay.exp().bfloat16().float().log(), beta) > 10 * bound("unit_long_state_relative")
     assert error(log_decay, beta.bfloat16().float()) > 10 * bound("unit_long_state_relative")
+
+
+# -- snapshots ----------------------------------------------------------------------------------------------------
+
+
+@GATES
+@pytest.mark.parametrize("slab", [1, 2**17])
+@pytest.mark.parametrize(("length", "every"), [(100, 16), (100, 48), (64, 64), (40, 64)])
+def test_snapshots_are_the_states_at_their_borders(
+    length: int, every: int, slab: int, lower_bound: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kda_chunk, "_SLAB", slab)
+    inputs = kda_inputs(2, length, 3, 8, 6, bounded=lower_bound is not None)
+    o, final, snapshots = chunk_kda(*inputs, lower_bound=lower_bound, snapshot_every=every)
+    plain_o, plain = chunk_kda(*inputs, lower_bound=lower_bound)
+    assert max_diff(o, plain_o) < bound("f64_paths_max_abs") and max_diff(final, plain) < bound("f64_paths_max_abs")
+    assert snapshots.shape == (2, length // every, 3, 8, 6)
+    for i in range(length // every):
+        _, state = recurrent_kda(*(x[:, : (i + 1) * every] for x in inputs[:5]), inputs[5])
+        assert max_diff(snapshots[:, i], state) < bound("f64_paths_max_abs")
+
+
+def test_snapshots_send_no_gradient_and_disturb_none() -> None:
+    grads = []
+    for every in (None, 16):
+        leaves = [x.requires_grad_() for x in kda_inputs(1, 50, 2, 8, 6)]
+        o, state, *rest = chunk_kda(*leaves, lower_bound=-5.0, snapshot_every=every)
+        assert not any(x.requires_grad for x in rest)
+        grads.append(torch.autograd.grad(o.pow(2).sum() + state.sum(), leaves))
+    assert all(max_diff(x, y) < bound("f64_paths_max_abs") for x, y in zip(*grads, strict=True))
+
+
+@pytest.mark.parametrize("every", [0, -16, 8, 20])
+def test_snapshots_between_chunks_are_refused(every: int) -> None:
+    with pytest.raises(ValueError, match=f"snapshot_every={every} is not allowed: a positive multiple of 16"):
+        chunk_kda(*kda_inputs(1, 40, 1, 4, 3), snapshot_every=every)
+
+
+def test_snapshots_of_packed_rows_are_refused() -> None:
+    inputs = kda_inputs(1, 40, 1, 4, 3, state=False)
+    with pytest.raises(ValueError, match="snapshot_every=16 with cu_seqlens is not allowed"):
+        chunk_kda(*inputs, snapshot_every=16, cu_seqlens=torch.tensor([0, 40]))
+
+
+# -- the slab -----------------------------------------------------------------------------------------------------
+
+
+def test_memory_beyond_the_outputs_does_not_grow_with_the_tokens() -> None:
+    """Buffers are taken once: twice the tokens, the same buffers."""
+    sizes = []
+    for length in (512, 1024):
+        taken: dict[str, int] = {}
+
+        class Watched(kda_chunk.Buffers):
+            def take(self, name: str, *shape: int) -> Tensor:
+                found = super().take(name, *shape)
+                taken[name] = self._held[name].numel()  # noqa: B023
+                return found
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(kda_chunk, "Buffers", Watched)
+            chunk_kda(*kda_inputs(1, length, 8, 64, 64, dtype=torch.float32), lower_bound=-5.0)
+        sizes.append(sum(taken.values()))
+    assert sizes[0] == sizes[1] > 0

@@ -24,9 +24,13 @@ def test_equals_the_recurrence(length: int, block: int, bounded: bool, monkeypat
     if length:
         assert max_diff(o, expected_o) < bound("f64_paths_max_abs")
     assert max_diff(state, expected) < bound("f64_paths_max_abs")
-    single_o, single = exact_kda(*(x.float() for x in inputs))
-    assert single_o.dtype == single.dtype == torch.float32
-    assert max_diff(single, expected) < bound("unit_kda_fp32_max_abs")
+    for arithmetic in (torch.float32, torch.float64):
+        single_o, single = exact_kda(*(x.float() for x in inputs), arithmetic=arithmetic)
+        assert single_o.dtype == single.dtype == torch.float32
+        assert max_diff(single, expected) < bound("unit_kda_fp32_max_abs")
+    # Computed in float64 and rounded once: not a bit away from the rounded truth, or one where it lies between.
+    ulp = torch.finfo(torch.float32).eps * expected.abs()
+    assert ((single.double() - expected).abs() <= ulp).all()
 
 
 @pytest.mark.parametrize("block", [32, 256])
@@ -58,8 +62,13 @@ def test_a_huge_decay_leaves_its_neighbours_alone() -> None:
 
 def test_too_many_weights_are_refused_before_anything_is_computed() -> None:
     huge = torch.empty(1, 1, 1, 1).expand(1, 40000, 96, 1)
-    with pytest.raises(ValueError, match=r"40000 tokens, 96 heads .* 614400000000 bytes; allowed are 2147483648"):
+    with pytest.raises(ValueError, match=r"40000 tokens, 96 heads .* 1228800000000 bytes; allowed are 2147483648"):
         exact_kda(huge, huge, huge, huge, huge[..., 0], output_weights=True)
+
+
+def test_other_arithmetic_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"arithmetic=torch.bfloat16 is not allowed"):
+        exact_kda(*kda_inputs(1, 9, 2, 3, 4), arithmetic=torch.bfloat16)
 
 
 def test_weights_of_packed_rows_are_refused() -> None:

@@ -144,6 +144,18 @@ def test_auto_takes_a_kernel_that_passes_the_probe_and_says_so_once(fla: FakeFla
     assert len(fla.calls) == calls + 1, "the stored verdict saves the probe"
 
 
+@pytest.mark.parametrize(
+    "context",
+    [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", dtype=BF16)],
+    ids=["no_grad", "inference", "autocast"],
+)
+def test_the_probe_works_wherever_the_first_call_stands(fla: FakeFla, context: Callable[[], Any]) -> None:
+    with context():
+        kda_paths.run_kda("auto", *inputs_of(40), lower_bound=-5.0)
+    verdict = kda_paths.probe_fla(torch.device("cpu"), BF16)
+    assert verdict.passed, verdict
+
+
 def test_auto_leaves_float32_to_torch(fla: FakeFla, log: list[str]) -> None:
     kda_paths.run_kda("auto", *inputs_of(40, torch.float32), lower_bound=-5.0)
     assert not fla.calls and "only torch keeps full precision" in log[0]

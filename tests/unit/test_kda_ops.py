@@ -203,3 +203,55 @@ def test_l2_norm_of_zero_is_zero_with_a_finite_gradient() -> None:
     l2_normalize(x).sum().backward()
     assert (l2_normalize(x) == 0).all() and x.grad.isfinite().all()
     assert l2_normalize(torch.ones(1, 4, dtype=torch.float64)).dtype == torch.float64
+
+
+# -- one pass over the state ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [1, 3])
+def test_in_place_writes_the_final_state_into_the_given_one(length: int) -> None:
+    inputs = kda_inputs(2, length, 2, 3, 4)
+    o, final = recurrent_kda(*inputs)
+    state = inputs[5].clone()
+    place = state.data_ptr()
+    found_o, found = recurrent_kda(*inputs[:5], state, in_place=True)
+    assert found is state or found.data_ptr() == place
+    assert torch.equal(found_o, o) and torch.equal(state, final)
+
+
+def test_in_place_is_refused_where_it_would_not_work() -> None:
+    inputs = kda_inputs(1, 2, 2, 3, 4, dtype=torch.float32)
+    for state in (None, inputs[5].double(), inputs[5][..., :3], inputs[5].mT.contiguous().mT):
+        with pytest.raises(ValueError, match=r"in_place=True with state .* must be contiguous \[1, 2, 3, 4\]"):
+            recurrent_kda(*inputs[:5], state, in_place=True)
+    with pytest.raises(ValueError, match="with gradients"):
+        recurrent_kda(inputs[0].requires_grad_(), *inputs[1:], in_place=True)
+    with torch.no_grad(), pytest.raises(ValueError, match="with cu_seqlens"):
+        recurrent_kda(*inputs, in_place=True, cu_seqlens=torch.tensor([0, 2]))
+
+
+# -- relations to simpler operators --------------------------------------------------------------------------------
+
+
+def test_without_the_delta_rule_and_decay_it_is_linear_attention() -> None:
+    q, k, v, log_decay, beta, _ = kda_inputs(2, 30, 2, 5, 4)
+    o, state = recurrent_kda(q, k, v, torch.zeros_like(log_decay), beta, use_delta_rule=False)
+    scores = torch.einsum("bthk,bshk->bhts", q, k).tril() / math.sqrt(5)
+    written = beta.unsqueeze(-1) * v
+    assert max_diff(o, torch.einsum("bhts,bshv->bthv", scores, written)) < bound("unit_f64_max_abs")
+    assert max_diff(state, torch.einsum("bshk,bshv->bhkv", k, written)) < bound("unit_f64_max_abs")
+
+
+@PATHS
+def test_one_decay_per_head_is_the_gated_delta_rule(path: Path) -> None:
+    """S <- a (I - beta k k^T) S + beta k v^T with a scalar a: decay and correction then commute."""
+    inputs = kda_inputs(1, 30, 2, 5, 4)
+    inputs[3] = inputs[3][..., :1].expand_as(inputs[3]).contiguous()
+    o, _ = path(*inputs)
+    q, k, v, log_decay, beta, s = inputs
+    for t in range(30):
+        a, b = log_decay[:, t, :, 0].exp()[..., None, None], beta[:, t][..., None, None]
+        key = k[:, t].unsqueeze(-1)
+        s = a * (s - b * key @ (key.mT @ s)) + b * key @ v[:, t].unsqueeze(-2)
+        expected = (q[:, t].unsqueeze(-2) @ s).squeeze(-2) / math.sqrt(5)
+        assert max_diff(o[:, t], expected) < bound("f64_paths_max_abs")

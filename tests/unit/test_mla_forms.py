@@ -150,3 +150,14 @@ def test_no_mask_per_pair_is_made_for_a_long_history(monkeypatch: pytest.MonkeyP
         whole = model(ids).logits
     assert 0 < largest <= 16 * 8
     assert max_diff(out, whole[:, -8:]) < bound("unit_model_fp32_max_abs")
+
+
+def test_autocast_does_not_reach_the_scores() -> None:
+    """A decode step under autocast keeps float32 scores: far closer to the plain one than a bf16 softmax would be."""
+    query, latent, shared, weight = (x.float() for x in parts(1))
+    options = {"scaling": 0.3, "absorb": True}
+    plain, _ = latent_attention(query, latent, shared, weight, AttentionSpan(S - 1), **options)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside, _ = latent_attention(query, latent, shared, weight, AttentionSpan(S - 1), **options)
+        half, _ = latent_attention(query.bfloat16(), latent, shared, weight, AttentionSpan(S - 1), **options)
+    assert torch.equal(inside, plain) and half.dtype == torch.bfloat16

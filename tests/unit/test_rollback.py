@@ -166,3 +166,36 @@ def test_a_call_that_breaks_half_way_has_not_happened(model: Any) -> None:
     assert same(tensors(cache), before) and {layer.get_seq_length() for layer in cache.layers} == {6}
     whole = run(model, ids, K3Cache(model.config))
     assert max_diff(run(model, ids[:, 6:], cache), whole[:, 6:]) < bound("unit_model_fp32_max_abs")
+
+
+def test_another_prompt_is_not_continued_by_mistake() -> None:
+    """A cache knows its tokens: `generate` with a sequence that begins otherwise is refused, not silently wrong."""
+    model = build(tiny_config("KM", eos_token_id=None)).requires_grad_(False)
+    prompt, greedy = token_ids(2, 9), {"max_new_tokens": 3, "do_sample": False}
+    cache = K3Cache(model.config, rollback_tokens=8)
+    first = model.generate(prompt, cache=cache, **greedy)
+    changed = first.clone()
+    changed[1, 4] = (changed[1, 4] + 1) % 100
+    for wrong in (changed, first.flip(0)):
+        with pytest.raises(ValueError, match="not the first ones of the input"):
+            model.generate(wrong, cache=cache, **greedy)
+    assert cache.get_seq_length() == 11
+    cache.crop(-7)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    assert torch.equal(
+        model.generate(changed.flip(0), cache=cache, **greedy), model.generate(changed.flip(0), **greedy)
+    )
+
+
+def test_rows_are_counted_while_tokens_are_taken_back(model: Any) -> None:
+    """Also where everything logged was taken back: the base still knows how many rows there are."""
+    for prompt, count in ((0, 5), (40, 3), (40, None)):
+        cache = K3Cache(model.config, rollback_tokens=5)
+        if prompt:
+            run(model, token_ids(2, prompt), cache)
+        run(model, token_ids(2, 5), cache)
+        cache.crop(-(count or cache.rollback_limit))
+        assert cache.held_batch_size == (2 if cache.get_seq_length() else None)
+        if cache.get_seq_length():
+            with pytest.raises(ValueError, match="batch of 2"):
+                run(model, token_ids(3, 1), cache)

@@ -1,0 +1,97 @@
+"""Long prompts go through in pieces by themselves: same output, and memory that does not grow with the prompt."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from modeling_k3 import K3Cache, K3ForCausalLM, generation
+from tests.models import build, max_diff, tiny_config, token_ids
+from tests.tolerances import Tolerance, bound
+
+GREEDY: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False}
+FLAT = Tolerance(1.1, "a ratio: peaks without latents differ by what the allocator keeps, not by the prompt's length")
+
+
+@pytest.fixture(scope="module")
+def tiny() -> K3ForCausalLM:
+    """The tiny model without an end token; tests do not change it."""
+    return build(tiny_config("KKM", eos_token_id=None)).requires_grad_(False)
+
+
+def pieces_of(model: K3ForCausalLM, *args: Any, **kwargs: Any) -> tuple[list[int], Any]:
+    """Tokens per forward of a `generate`, and its output."""
+    seen: list[int] = []
+    handle = model.model.layers[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[1]))
+    output = model.generate(*args, **GREEDY, **kwargs)
+    handle.remove()
+    return seen, output
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_long_prompts_are_cut_by_themselves(rows: int, tiny: K3ForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit counts rows times tokens; states and output are those of one piece."""
+    ids, mask = token_ids(rows, 41), torch.ones(rows, 41).long()
+    mask[0, :7] = 0
+    whole_cache, cut_cache = K3Cache(tiny.config), K3Cache(tiny.config)
+    whole, expected = pieces_of(tiny, ids, attention_mask=mask, cache=whole_cache)
+    monkeypatch.setattr(generation, "PREFILL_TOKENS", 16)
+    cut, output = pieces_of(tiny, ids, attention_mask=mask, cache=cut_cache)
+    assert whole == [41, 1, 1] and max(cut) == 16 // rows and sum(cut) == 43
+    assert torch.equal(output, expected)
+    for a, b in zip(whole_cache.layers, cut_cache.layers, strict=True):
+        pairs = (
+            [(a.keys, b.keys)] if hasattr(a, "keys") else [(a.state, b.state), *zip(a.windows, b.windows, strict=True)]
+        )
+        assert all(max_diff(x, y) < bound("unit_model_fp32_max_abs") for x, y in pairs)
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 2}, {"prompt_lookup_num_tokens": 2}, {"do_embeds": True}])
+def test_every_way_to_generate_is_cut(
+    options: dict[str, Any], tiny: K3ForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = token_ids(1, 41)
+    inputs: dict[str, Any] = {"input_ids": ids}
+    if "do_embeds" in options:
+        options, inputs = {}, {"inputs_embeds": tiny.get_input_embeddings()(ids)}
+    _, expected = pieces_of(tiny, **inputs, **options)
+    monkeypatch.setattr(generation, "PREFILL_TOKENS", 16)
+    cut, output = pieces_of(tiny, **inputs, **options)
+    assert max(cut) <= 16 and torch.equal(output, expected)
+
+
+def test_a_chunk_size_of_the_user_wins(tiny: K3ForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation, "PREFILL_TOKENS", 16)
+    assert pieces_of(tiny, token_ids(1, 41), prefill_chunk_size=30)[0] == [30, 11, 1, 1]
+
+
+def test_recorded_outputs_are_not_cut(tiny: K3ForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hidden states of a prompt belong together."""
+    monkeypatch.setattr(generation, "PREFILL_TOKENS", 16)
+    output = tiny.generate(token_ids(1, 41), output_hidden_states=True, return_dict_in_generate=True, **GREEDY)
+    assert output.hidden_states[0][0].shape[1] == 41
+
+
+def test_the_reserve_is_made_once(tiny: K3ForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Latents of a long prompt get their place before the first piece, and are not copied by the others."""
+    monkeypatch.setattr(generation, "PREFILL_TOKENS", 16)
+    cache, places = K3Cache(tiny.config), set()
+    handle = tiny.model.layers[2].register_forward_hook(lambda *_: places.add(cache.layers[2].keys.data_ptr()))
+    tiny.generate(token_ids(1, 41), cache=cache, max_new_tokens=1, do_sample=False)
+    handle.remove()
+    assert len(places) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "lengths"), [("hybrid", (8192, 32768)), ("KDA only", (16384, 131072))])
+def test_memory_stays_flat(kind: str, lengths: tuple[int, int]) -> None:
+    script, peaks = Path(__file__).resolve().parents[2] / "benchmarks" / "cache.py", []
+    for length in lengths:
+        command = [sys.executable, str(script), "--worker", json.dumps(["prefill", [kind, length]])]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        peaks.append(json.loads(done.stdout.splitlines()[-1])[0]["peak_without_latents_bytes"])
+    assert peaks[1] <= FLAT.bound * peaks[0]

@@ -1,0 +1,129 @@
+"""Saving what was loaded from the released layout: the same bytes, in one atomic step."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from modeling_k3 import K3ForCausalLM
+from tests.checkpoints import (
+    MIXED,
+    copy_of,
+    read_directory,
+    released,
+    text_of,
+)
+
+CASES = ("mxfp4_release", "mxfp4_release_wide")
+EXPERT = "language_model.model.layers.2.block_sparse_moe.experts.3.w1"
+IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]])
+
+
+@torch.no_grad()
+def logits(model: Any, ids: Tensor = IDS) -> Tensor:
+    return model(ids).logits
+
+
+@pytest.fixture(scope="module")
+def expected() -> Tensor:
+    """Logits of the packed model, everything resident, in the stored number format."""
+    return logits(K3ForCausalLM.from_pretrained(released()))
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> Path:
+    return copy_of(tmp_path / "checkpoint")
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"expert_storage": "mapped"},
+        {"device_map": {"": "disk"}},
+        {"device_map": MIXED, "expert_storage": "packed"},
+    ],
+    ids=["packed", "mapped", "disk", "mixed"],
+)
+def test_saved_again_it_is_the_same(case: str, options: dict, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(released(case), **options)
+    source = read_directory(released(case))
+    model.save_pretrained(tmp_path / "text", max_shard_size="150KB")
+    assert read_directory(tmp_path / "text") == text_of(source)
+    assert len(list((tmp_path / "text").glob("model-*-of-*.safetensors"))) > 3
+    model.save_pretrained(tmp_path / "all", vision=True)
+    assert read_directory(tmp_path / "all") == source
+    config = json.loads((tmp_path / "all" / "config.json").read_text())
+    original = json.loads((released(case) / "config.json").read_text())
+    assert config["model_type"] == "kimi_k3"
+    for key in ("quantization_config", "linear_attn_config", "model_type", "architectures", "dtype"):
+        assert config["text_config"][key] == original["text_config"][key]
+    assert config["vision_config"] == original["vision_config"]
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "text")), logits(model))
+
+
+def test_saving_onto_itself(broken: Path, expected: Tensor) -> None:
+    """The model looks into the files that are replaced."""
+    source = read_directory(broken)
+    model = K3ForCausalLM.from_pretrained(broken, expert_storage="mapped")
+    model.save_pretrained(broken, max_shard_size="100KB", vision=True)
+    assert read_directory(broken) == source
+    model.save_pretrained(broken, vision=True)
+    assert read_directory(broken) == source
+    assert sorted(path.name for path in broken.iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+    ]
+    assert torch.equal(logits(model), expected)
+
+
+def test_dequantized_it_is_saved_as_bf16(tmp_path: Path) -> None:
+    model = K3ForCausalLM.from_pretrained(released(), dequantize=True, experts_implementation="eager")
+    model.save_pretrained(tmp_path)
+    saved = read_directory(tmp_path)
+    assert saved[f"{EXPERT}.weight"].dtype == "BF16"
+    assert saved.keys() == {re.sub(r"_packed|_scale", "", name) for name in text_of(read_directory(released()))}
+    assert "quantization_config" not in (tmp_path / "config.json").read_text()
+    again = K3ForCausalLM.from_pretrained(tmp_path, experts_implementation="eager")
+    assert torch.equal(logits(again), logits(model))
+    mapped = K3ForCausalLM.from_pretrained(tmp_path, expert_storage="mapped")
+    assert torch.equal(logits(mapped), logits(model))
+
+
+def test_flat_on_request(tmp_path: Path, expected: Tensor) -> None:
+    model = K3ForCausalLM.from_pretrained(released())
+    model.config.released_config = None
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["model_type"] == "k3"
+    assert config["quantization_config"]["quant_method"] == "compressed-tensors"
+    assert all(not name.startswith("language_model.") for name in read_directory(tmp_path))
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), expected)
+
+
+def test_a_failed_save_leaves_the_old_checkpoint(broken: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {path.name: path.read_bytes() for path in broken.iterdir()}
+    model = K3ForCausalLM.from_pretrained(broken)
+
+    def fail(handle: int) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr("modeling_k3.tensor_writer.os.fsync", fail)
+    with pytest.raises(OSError, match="no space left"):
+        model.save_pretrained(broken)
+    assert {path.name: path.read_bytes() for path in broken.iterdir()} == before
+
+
+def test_vision_that_is_not_there(tmp_path: Path) -> None:
+    K3ForCausalLM.from_pretrained(released()).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="no vision tensors"):
+        K3ForCausalLM.from_pretrained(tmp_path).save_pretrained(tmp_path / "all", vision=True)
+    with pytest.raises(ValueError, match=r"max_shard_size='many'"):
+        K3ForCausalLM.from_pretrained(released()).save_pretrained(tmp_path, max_shard_size="many")
