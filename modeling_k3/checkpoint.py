@@ -133,9 +133,10 @@ class Checkpoint:
         return cls({name: files[file] for name, file in weight_map.items()}, list(files.values()))
 
     @cached_property
-    def has_packed(self) -> bool:
-        """Whether any expert is stored as MXFP4."""
-        return any(name.endswith(".weight_packed") for name in self.where)
+    def packed_layers(self) -> frozenset[int]:
+        """The layers with experts stored as MXFP4."""
+        found = (EXPERT.fullmatch(canonical(name)) for name in self.where if name.endswith(".weight_packed"))
+        return frozenset(int(match[1]) for match in found if match)
 
     def locate(self, names: Iterable[str]) -> tuple[dict[str, tuple[TensorFile, Entry]], list[str], list[str]]:
         """Open the files that the named tensors stand in, and no others.

@@ -1,6 +1,7 @@
 """The `k3` command. Every command imports what it needs when it runs, so that `k3 --help` costs nothing."""
 
 import enum
+import os
 import shlex
 import sys
 from collections.abc import Callable
@@ -187,6 +188,9 @@ def _readable(run: Callable[[], None]) -> None:
     """Run a command; what the user can put right is one line and exit code 2, without a traceback."""
     from modeling_k3.demo import UserError
 
+    # Read when torch is imported. Threads that spin while they wait fight over the cores with whatever else runs there:
+    # with busy neighbours a training step took five times as long.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         run()
     except (UserError, OSError) as error:

@@ -5,6 +5,7 @@ experts are stacked, and stays in the file where the device map says "disk".
 """
 
 from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -83,7 +84,8 @@ def _target_dtype(name: str, old: Tensor, load_config: Any) -> torch.dtype:
 def _makers(model: nn.Module, plan: Plan) -> Iterable[tuple[str, Callable[[torch.dtype, Any], Tensor]]]:
     """Yield (parameter name, function of dtype and device) for everything the plan has tensors for."""
     wrong = {name for name, _, _ in plan.shape}
-    for name, parameter in model.state_dict().items():
+    # Not the state dict: it would make a view of every mapped expert.
+    for name, parameter in chain(model.named_parameters(remove_duplicate=False), model.named_buffers()):
         place = plan.places.get(canonical(name))
         if place is not None and name not in wrong:
             yield name, _plain(place, tuple(parameter.shape))

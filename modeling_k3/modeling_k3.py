@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from contextlib import nullcontext
+from os import PathLike
 from typing import Any
 
 import torch
@@ -56,6 +57,25 @@ class K3PreTrainedModel(K3Persistence):
     def __init__(self, config: K3Config, *args: Any, **kwargs: Any) -> None:
         config.validate()
         super().__init__(config, *args, **kwargs)
+
+    @classmethod
+    def from_pretrained(
+        cls, path: str | PathLike | None, *args: Any, kda_implementation: str | None = None, **kwargs: Any
+    ) -> "K3PreTrainedModel":
+        """Load a checkpoint; see `K3Persistence.from_pretrained`.
+
+        Args:
+            kda_implementation: as in `set_kda_implementation`, from the start; None leaves "auto".
+
+        Raises:
+            ValueError: an unknown name, before anything is loaded.
+        """
+        if kda_implementation is not None:
+            check_kda_implementation(kda_implementation)
+        loaded = super().from_pretrained(path, *args, **kwargs)
+        if kda_implementation is not None:
+            (loaded[0] if isinstance(loaded, tuple) else loaded).set_kda_implementation(kda_implementation)
+        return loaded
 
     def set_kda_implementation(self, name: str, layers: Iterable[int] | None = None) -> None:
         """Choose how KDA is evaluated ("auto", "chunk", "recurrent", "exact", "fla"), everywhere or in some layers.

@@ -17,7 +17,7 @@ from .checkpoint import TEXT_PREFIX, Checkpoint, check_loaded
 from .experts import iter_experts
 from .load_plan import Layout, check_plan, make_plan
 from .loading import fill, report_vision
-from .placement import LoadState, apply_storage, current_load, loading, parse_size, serve_from_disk
+from .placement import LoadState, apply_storage, collecting_later, current_load, loading, parse_size, serve_from_disk
 from .quantizer import K3Mxfp4Config, check_storage, is_released_block
 from .saving import Staging, layout_to_write, released_items, vision_items
 from .tensor_writer import write_checkpoint
@@ -95,7 +95,7 @@ class K3Persistence(PreTrainedModel):
         if quantization_config is not None:
             kwargs["quantization_config"] = quantization_config
         wants_info = kwargs.pop("output_loading_info", False)
-        with loading(state):
+        with loading(state), collecting_later():
             model, info = super().from_pretrained(path, *args, config=config, output_loading_info=True, **kwargs)
         if state.disk:
             serve_from_disk(model, state.disk)

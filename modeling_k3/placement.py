@@ -1,5 +1,6 @@
 """Where experts live: which storage form a load uses, from what the files hold, what fits, and the device map."""
 
+import gc
 import os
 import re
 from collections import ChainMap
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from .checkpoint import EXPERT, Checkpoint, canonical, layer_of
+from .checkpoint import Checkpoint, canonical, layer_of
 from .experts import iter_experts
 
 logger = logging.get_logger(__name__)
@@ -69,6 +70,18 @@ def loading(state: LoadState) -> Iterator[LoadState]:
         _STATE.reset(token)
 
 
+@contextmanager
+def collecting_later() -> Iterator[None]:
+    """Hold the garbage collector back: half a million new objects make it look at all of them again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def parse_size(size: int | str, name: str = "size") -> int:
     """Turn "5GB", "300 MiB" or a number into bytes.
 
@@ -121,11 +134,7 @@ def apply_storage(model: nn.Module, checkpoint: Checkpoint, state: LoadState) ->
         state: `state.storage` is filled in where it is None.
     """
     modules = {layer_of(canonical(name) + "."): module for name, module in iter_experts(model)}
-    packed: set[int] = set()
-    for name in checkpoint.where:
-        if name.endswith(".weight_packed"):
-            found = EXPERT.fullmatch(canonical(name))
-            packed.update([int(found[1])] if found else [])
+    packed = checkpoint.packed_layers
     if state.storage is None:
         state.storage = _choose(modules, packed, checkpoint, state)
     for layer, module in modules.items():
@@ -135,7 +144,7 @@ def apply_storage(model: nn.Module, checkpoint: Checkpoint, state: LoadState) ->
             module.use_storage(state.storage)
 
 
-def _choose(modules: dict[int | None, Any], packed: set[int], checkpoint: Checkpoint, state: LoadState) -> str:
+def _choose(modules: dict[int | None, Any], packed: frozenset[int], checkpoint: Checkpoint, state: LoadState) -> str:
     """Mapped when the files that are needed do not fit; otherwise as stored. Says which, where experts are packed."""
     is_packed = bool(packed & modules.keys())
     deepest = max((layer for layer in modules if layer is not None), default=-1)

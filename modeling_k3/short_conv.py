@@ -20,6 +20,7 @@ class K3ShortConvolution(Float32Parameters):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(channels, 1, kernel_size, dtype=storage_fp32()))
         self.kernel_size = kernel_size
+        nn.init.uniform_(self.weight, -(kernel_size**-0.5), kernel_size**-0.5)
 
     def forward(self, z: Tensor, window: Tensor | None = None, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Convolve, starting from `window`.

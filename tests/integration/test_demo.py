@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import sysconfig
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -21,36 +20,15 @@ from rich.console import Console
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
-from typer.testing import CliRunner
 
-from modeling_k3.cli import app
 from modeling_k3.demo import UserError
 from modeling_k3.demo.run import DemoOptions, run_demo
 from modeling_k3.demo.state import read_progress
 from modeling_k3.demo.train import Interrupted, Tick, TrainSettings, Windows, train
-from tests.models import tiny_config
 
 HELD_OUT = 6_000
 QUICK = TrainSettings(max_steps=12, batch_size=2, sequence_length=64, looks=4, look_windows=2)
 QUIET = Console(quiet=True)
-
-
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two dozen small source files."""
-    folder = tmp_path_factory.mktemp("texts")
-    sources = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-    for path in [path for path in sources if 2_000 < path.stat().st_size < 8_000][:24]:
-        shutil.copy(path, folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def preset(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A folder with the config of a model with one KDA and one MLA layer."""
-    folder = tmp_path_factory.mktemp("preset")
-    tiny_config(layers="KM", hidden_size=32, vocab_size=512).save_pretrained(folder)
-    return str(folder)
 
 
 @pytest.fixture(scope="module")
@@ -260,67 +238,3 @@ def test_windows_depend_on_the_position_alone() -> None:
     first_pass = torch.cat(batches)[: straight.count]
     assert len({tuple(row.tolist()) for row in first_pass}) == straight.count
     assert not torch.equal(Windows(stream, 16, seed=4).batch(0, 4), batches[0])
-
-
-# -- the command ------------------------------------------------------------------------------------------------------
-
-
-def k3(*words: str) -> list[str]:
-    """The command as the installed script would be called: named k3. Less text is held out, to save time."""
-    code = (
-        "import sys; sys.argv[0] = 'k3'; import modeling_k3.demo.corpus as corpus\n"
-        f"corpus.HELD_OUT_BYTES = {HELD_OUT}\n"
-        "from modeling_k3.cli import main; main()"
-    )
-    return [sys.executable, "-c", code, *words]
-
-
-def test_help_does_not_wait_for_torch() -> None:
-    code = (
-        "import atexit, sys; sys.argv = ['k3', '--help']; from modeling_k3.cli import main\n"
-        "atexit.register(lambda: print(sorted({'torch', 'transformers', 'matplotlib'} & set(sys.modules))))\n"
-        "main()"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "demo" in result.stdout and "generate" in result.stdout
-    assert result.stdout.rstrip().endswith("[]")
-
-
-def test_ctrl_c_in_the_command_says_how_to_go_on_and_it_does(texts: Path, preset: str, tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    words = ["--out", str(out), "--preset", preset, "--data", str(texts), "--seconds", "3", "--threads", "1"]
-    command = k3("demo", *words)
-    with subprocess.Popen([*command, "--fresh"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        for line in process.stdout:
-            if "step" in line:
-                break
-        process.send_signal(signal.SIGINT)
-        output, errors = process.communicate(timeout=60)
-    assert process.returncode == 130, errors
-    assert "everything is saved" in output and f"k3 demo --out {out}" in output and "--fresh" not in output
-    assert "Traceback" not in errors
-    step = read_progress(out / "checkpoints")["step"]
-
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    assert f"resuming after step {step}" in result.stdout
-    assert "held-out bits per byte" in result.stdout
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--preset", "gigantic"], "Allowed are"),
-        (["--preset", "kimi-k3"], "the demo trains models of up to"),
-        (["--data", "no/such/place"], "no such file or directory: no/such/place"),
-        (["--data", __file__], "too little text"),
-        (["--seconds", "-3"], "--seconds"),
-        (["--colour"], "--colour"),
-    ],
-)
-def test_what_cannot_work_is_refused_readably(words: list[str], message: str, tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["demo", "--out", str(tmp_path / "run"), *words])
-    assert result.exit_code == 2
-    assert message in result.output
-    assert "Traceback" not in result.output
-    assert not (tmp_path / "run").exists()

@@ -239,3 +239,20 @@ def test_memory_beyond_the_outputs_does_not_grow_with_the_tokens() -> None:
             chunk_kda(*kda_inputs(1, length, 8, 64, 64, dtype=torch.float32), lower_bound=-5.0)
         sizes.append(sum(taken.values()))
     assert sizes[0] == sizes[1] > 0
+
+
+@GATES
+def test_what_memory_held_before_does_not_matter(lower_bound: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers and fresh memory come with NaN in them: whatever is read was written first."""
+    inputs = [x.requires_grad_() for x in kda_inputs(2, 70, 2, 8, 6, bounded=lower_bound is not None)]
+
+    def run() -> list[Tensor]:
+        o, state = chunk_kda(*inputs, lower_bound=lower_bound)
+        return [o, state, *torch.autograd.grad(o.pow(2).sum() + state.pow(2).sum(), inputs)]
+
+    expected = run()
+    take, empty = kda_chunk.Buffers.take, Tensor.new_empty
+    monkeypatch.setattr(kda_chunk.Buffers, "take", lambda *args: take(*args).fill_(float("nan")))
+    monkeypatch.setattr(Tensor, "new_empty", lambda *args, **options: empty(*args, **options).fill_(float("nan")))
+    monkeypatch.setattr(torch, "empty_like", lambda x, **options: torch.full_like(x, float("nan"), **options))
+    assert all(torch.equal(x, y) for x, y in zip(run(), expected, strict=True))

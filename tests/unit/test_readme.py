@@ -1,0 +1,46 @@
+"""The README says what is true: no gaps, no dead links, sizes and names as they are."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+
+from modeling_k3 import K3Config, K3ForCausalLM
+from modeling_k3.cli import app
+from modeling_k3.configuration import preset_names, preset_path
+from modeling_k3.demo.run import DemoOptions
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+def test_nothing_is_left_to_fill_in() -> None:
+    assert not re.findall(r"@[A-Z]+@|TODO|TBD", README)
+
+
+def test_links_lead_somewhere() -> None:
+    links = re.findall(r"\]\(([^)#]+)\)", README)
+    assert links and not [link for link in links if "://" not in link and not (ROOT / link).exists()]
+
+
+def test_the_first_block_begins_with_the_import_that_registers() -> None:
+    first = re.search(r"```python\n(.*?)```", README, re.DOTALL)[1]
+    assert first.startswith("import modeling_k3") and f'"{DemoOptions().model}"' in first
+
+
+@pytest.mark.parametrize("name", sorted(set(preset_names())))
+def test_sizes_are_as_stated(name: str) -> None:
+    number, unit = re.search(rf"\| `{name}` \| ([\d.]+) ([MBT]) \|", README).groups()
+    with torch.device("meta"):
+        model = K3ForCausalLM(K3Config.from_pretrained(preset_path(name)))
+    size = sum(p.numel() for p in model.parameters()) / {"M": 1e6, "B": 1e9, "T": 1e12}[unit]
+    assert f"{size:.{len(number.partition('.')[2])}f}" == number
+
+
+def test_commands_exist() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"^make ([a-z-]+)", README, re.MULTILINE)) <= targets
+    commands = set(typer.main.get_command(app).commands)
+    assert set(re.findall(r"\bk3 ([a-z]+)\b", README)) <= commands
