@@ -1,0 +1,175 @@
+"""Loading an MXFP4 checkpoint of a few gigabytes: our three forms beside transformers' own reading of the same bytes.
+
+    python benchmarks/load.py --dir /somewhere/with/4GB --out benchmarks/results/load.json
+
+The checkpoint is made as by `k3 convert tiny`. Every contender is a process of its own with an empty slate; memory is
+counted beside what Python and torch themselves take. transformers reads the format through its compressed-tensors
+path, which expands; it needs that package (`--peer-path` adds a folder to its search path). The system's page cache
+is warm for all: the file was just written, or read by the contender before.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+CONTENDERS = ("mapped", "packed", "dense", "transformers")
+TOKENS = 8
+
+
+def make(directory: Path, layers: int) -> None:
+    """Write the checkpoint: 64 experts of 1024 x 1024 x 1024 in all layers but the first."""
+    from modeling_k3 import K3Config
+    from modeling_k3.conversion.tiny import make_tiny
+
+    config = K3Config(
+        vocab_size=32768,
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_hidden_layers=layers,
+        attn_res_block_size=4,
+        linear_attn_config={"num_heads": 8, "head_dim": 128},
+        num_attention_heads=8,
+        q_lora_rank=512,
+        kv_lora_rank=256,
+        qk_nope_head_dim=64,
+        qk_rope_head_dim=32,
+        v_head_dim=64,
+        num_experts=64,
+        num_experts_per_token=4,
+        moe_intermediate_size=1024,
+        routed_expert_hidden_size=1024,
+        dtype="bfloat16",
+    )
+    make_tiny(directory, config, tokens=0, max_shard_size="500MB")
+
+
+def contend(name: str, directory: Path) -> dict[str, Any]:
+    """Load and compute one token; runs in a process of its own."""
+    import torch
+    from transformers import PreTrainedModel
+    from transformers.utils import logging
+
+    from benchmarks.measure import Watch, memory
+    from modeling_k3 import K3ForCausalLM
+
+    logging.disable_progress_bar()
+    base = memory()
+    with Watch(0.02) as watch:
+        started = time.perf_counter()
+        if name == "transformers":
+            # The library's own method, past ours; its reader knows no padding, so A_log stays at its start values.
+            load = PreTrainedModel.from_pretrained.__func__
+            model = load(K3ForCausalLM, directory, ignore_mismatched_sizes=True)
+        else:
+            model = K3ForCausalLM.from_pretrained(directory, expert_storage=name)
+        seconds = time.perf_counter() - started
+    after = memory()
+    ids = torch.arange(TOKENS).unsqueeze(0)
+    with Watch(0.02) as run, torch.no_grad():
+        started = time.perf_counter()
+        token = model(ids, logits_to_keep=1).logits.argmax(-1)
+        first = time.perf_counter() - started
+    with torch.no_grad():
+        started = time.perf_counter()
+        model(ids, logits_to_keep=1)
+        again = time.perf_counter() - started
+    return {
+        "load_s": round(seconds, 2),
+        "anonymous_after_load": after["anonymous"] - base["anonymous"],
+        "mapped_after_load": after["mapped"] - base["mapped"],
+        "peak_anonymous_during_load": watch.result["peak_anonymous_bytes"] - base["anonymous"],
+        "peak_resident_during_load": watch.result["peak_resident_bytes"] - base["resident"],
+        "first_token_s": round(first, 2),
+        "second_time_s": round(again, 2),
+        "peak_anonymous_with_forward": run.result["peak_anonymous_bytes"] - base["anonymous"],
+        "token": int(token),
+    }
+
+
+def measure(name: str, directory: Path, peer_path: str | None) -> dict[str, Any]:
+    """One contender in a fresh process; what it printed last, or why it failed."""
+    path = os.pathsep.join(part for part in (peer_path if name == "transformers" else None, str(ROOT)) if part)
+    command = [sys.executable, __file__, "--dir", str(directory), "--contender", name]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
+    if done.returncode:
+        return {"error": (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]}
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def judge(results: dict[str, dict[str, Any]], size: int, stack: int) -> dict[str, dict[str, Any]]:
+    """The goals of the load, against what was measured."""
+    goals = {
+        "packed: peak of the load at most file size + one layer's expert stack": (
+            "packed",
+            "peak_anonymous_during_load",
+            size + stack,
+        ),
+        "mapped: anonymous memory after the load at most 300 MiB": ("mapped", "anonymous_after_load", 300 << 20),
+    }
+    return {
+        text: {"goal": goal, "measured": results[name].get(field), "met": results[name].get(field, goal + 1) <= goal}
+        for text, (name, field, goal) in goals.items()
+    }
+
+
+def table(results: dict[str, dict[str, Any]]) -> str:
+    """The figures in columns."""
+    lines = [f"{'':14}{'load s':>8}{'anon MB':>9}{'peak MB':>9}{'first token s':>15}{'again s':>9}"]
+    for name, found in results.items():
+        if "error" in found:
+            lines.append(f"{name:14}{found['error']}")
+            continue
+        megabytes = [round(found[field] / 1e6) for field in ("anonymous_after_load", "peak_anonymous_during_load")]
+        lines.append(
+            f"{name:14}{found['load_s']:>8}{megabytes[0]:>9}{megabytes[1]:>9}{found['first_token_s']:>15}"
+            f"{found['second_time_s']:>9}"
+        )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Make the checkpoint, let the contenders take turns, write the report."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dir", type=Path, required=True, help="where the checkpoint is made")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "load.json")
+    parser.add_argument("--layers", type=int, default=21, help="21 layers are 2.5 GB")
+    parser.add_argument("--peer-path", help="folder with the compressed-tensors package, if it is not installed")
+    parser.add_argument("--contender", choices=CONTENDERS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.contender:
+        print(json.dumps(contend(options.contender, options.dir)))
+        return 0
+    directory = options.dir / f"load-{options.layers}"
+    make(directory, options.layers)
+    size = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+    # 64 experts of three 1024 x 1024 matrices at 4.25 bits.
+    stack = 64 * 3 * 1024 * 1024 * 17 // 32
+    results = {name: measure(name, directory, options.peer_path) for name in CONTENDERS}
+    from benchmarks.measure import machine
+
+    report = {
+        "command": f"python benchmarks/load.py --layers {options.layers} --dir ...",
+        "machine": machine(),
+        "checkpoint_bytes": size,
+        "prompt_tokens": TOKENS,
+        "results": results,
+        "goals": judge(results, size, stack),
+    }
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(report, indent=2) + "\n")
+    print(table(results), json.dumps(report["goals"], indent=2), sep="\n")
+    shutil.rmtree(directory)
+    return 0 if all(goal["met"] for goal in report["goals"].values()) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
