@@ -50,7 +50,7 @@ class K3Experts(nn.Module):
         self.intermediate_dim = config.moe_intermediate_size
         self.hidden_act = config.hidden_act
         self.beta, self.linear_beta = config.activation_situ_beta, config.activation_situ_linear_beta
-        self.storage = "dense"
+        self.storage, self._dense_dtype, self._stack_device = "dense", torch.get_default_dtype(), torch.device("cpu")
         self.pages: ExpertPages | None = None
         for name, shape in self.stack_shapes().items():
             self.register_parameter(name, nn.Parameter(torch.empty(shape)))
@@ -80,15 +80,18 @@ class K3Experts(nn.Module):
                 f"multiples of {GROUP}"
             )
         old = list(self._parameters.values())
-        device = old[0].device if old else torch.device("cpu")
-        dtype = next((parameter.dtype for parameter in old if parameter.is_floating_point()), torch.get_default_dtype())
+        # Bytes do not say which number format they stand for, nor mapped experts where they belong: remembered for
+        # the way back.
+        self._stack_device = old[0].device if old else self._stack_device
+        self._dense_dtype = next((p.dtype for p in old if p.is_floating_point()), self._dense_dtype)
         self._parameters.clear()
         for name, (n, rows, columns) in self.stack_shapes().items() if storage != "mapped" else ():
             if storage == "dense":
-                self.register_parameter(name, nn.Parameter(torch.empty(n, rows, columns, dtype=dtype, device=device)))
+                stack = torch.empty(n, rows, columns, dtype=self._dense_dtype, device=self._stack_device)
+                self.register_parameter(name, nn.Parameter(stack))
                 continue
             for suffix, width in (("packed", columns // 2), ("scale", columns // GROUP)):
-                stack = torch.empty(n, rows, width, dtype=torch.uint8, device=device)
+                stack = torch.empty(n, rows, width, dtype=torch.uint8, device=self._stack_device)
                 self.register_parameter(f"{name}_{suffix}", nn.Parameter(stack, requires_grad=False))
         self.storage, self.pages = storage, pages if storage == "mapped" else None
 

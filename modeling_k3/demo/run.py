@@ -25,6 +25,7 @@ from modeling_k3 import K3Config, register
 from modeling_k3.configuration import preset_names, preset_path
 
 from . import UserError
+from .allocator import keep_freed_memory
 from .chart import draw_curve
 from .corpus import HELD_OUT_BYTES, Corpus, load_corpus
 from .display import Display
@@ -89,6 +90,7 @@ def run_demo(options: DemoOptions, console: Console) -> dict[str, Any]:
         Interrupted: stopped by a signal during training, with everything saved.
     """
     register()
+    keep_freed_memory()
     transformers_logging.disable_progress_bar()
     # Torch counts cores, not a container's share of them, and with more threads than cores it crawls.
     torch.set_num_threads(options.threads or min(usable_cores(), _MAX_THREADS))
@@ -258,7 +260,7 @@ def _continue(options: DemoOptions, model: PreTrainedModel, tokenizer: PreTraine
         tokenizer=tokenizer,
     )
     set_seed(options.settings.seed)
-    sampling = Sampling(max_new_tokens=_CONTINUATION_TOKENS, temperature=0.6, top_p=0.95)
+    sampling = Sampling(max_new_tokens=_CONTINUATION_TOKENS, temperature=0.9, top_p=0.95)
     return generate(options.prompt, return_full_text=False, **sampling.arguments())[0]["generated_text"]
 
 

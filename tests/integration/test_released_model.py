@@ -2,6 +2,9 @@
 
 import copy
 import pickle
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from modeling_k3 import K3ForCausalLM, K3ForSequenceClassification
+import modeling_k3
+from modeling_k3 import K3Config, K3ForCausalLM, K3ForSequenceClassification
 from tests.checkpoints import (
     copy_of,
     read_directory,
@@ -140,3 +144,45 @@ def test_mapped_experts_cannot_be_changed() -> None:
     state[f"{EXPERT.removeprefix('language_model.')}.weight_scale"].add_(1)
     with pytest.raises(RuntimeError, match="mapped experts cannot be changed"):
         model.load_state_dict(state)
+
+
+def test_forms_follow_each_other() -> None:
+    """Whatever came between, dense stacks have their number format and device back."""
+    with torch.device("meta"):
+        experts = K3ForCausalLM(K3Config(dtype="bfloat16")).to(torch.bfloat16).model.layers[1].block_sparse_moe.experts
+    for storage in ("packed", "mapped", "packed", "dense", "mapped", "dense"):
+        experts.use_storage(storage)
+        assert all(stack.is_meta for stack in experts.parameters())
+        if storage == "dense":
+            assert {stack.dtype for stack in experts.parameters()} == {torch.bfloat16}
+    with pytest.raises(ValueError, match="storage='zip'"):
+        experts.use_storage("zip")
+
+
+_TWO_COPIES = """
+import sys, torch
+sys.path.insert(0, sys.argv[1])
+import modeling_k3
+from modeling_k3 import K3ForCausalLM as First
+from copied.modeling_k3 import K3ForCausalLM as Second
+ids, logits = torch.tensor([[1, 2, 3]]), []
+for model_class in (First, Second):
+    for storage in (None, "mapped", "packed", "dense"):
+        model, info = model_class.from_pretrained(
+            sys.argv[2], expert_storage=storage, experts_implementation="eager", output_loading_info=True
+        )
+        assert not any(info.values())
+        assert {m.storage for m in model.modules() if hasattr(m, "storage")} == {storage or "packed"}
+        with torch.no_grad():
+            logits.append(model(ids).logits)
+assert all(torch.equal(each, logits[0]) for each in logits)
+"""
+
+
+def test_two_copies_in_one_process(tmp_path: Path) -> None:
+    """The installed package and code from a hub folder: registries are global, and the later import wins."""
+    folder = tmp_path / "copied"
+    folder.mkdir()
+    for file in Path(modeling_k3.__file__).parent.glob("*.py"):
+        shutil.copy(file, folder)
+    subprocess.run([sys.executable, "-c", _TWO_COPIES, str(tmp_path), str(released())], check=True)
