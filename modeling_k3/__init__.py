@@ -19,6 +19,7 @@ _HOME = {
     "K3Cache": "cache",
     "K3Signals": "signals",
     "PrefixCache": "prefix_cache",
+    "K3Mxfp4Config": "quantizer",
     "K3Model": "modeling_k3",
     "K3PreTrainedModel": "modeling_k3",
     "K3ForCausalLM": "modeling_k3",

@@ -33,7 +33,7 @@ def init_k3_module(module: nn.Module, std: float) -> None:
     elif isinstance(module, K3Router):
         init.normal_(module.weight, mean=0.0, std=std)
         init.zeros_(module.e_score_correction_bias)
-    elif isinstance(module, K3Experts):
+    elif isinstance(module, K3Experts) and module.storage == "dense":
         init.normal_(module.gate_up_proj, mean=0.0, std=std)
         init.normal_(module.down_proj, mean=0.0, std=std)
     elif isinstance(module, K3DeltaAttention):

@@ -34,6 +34,10 @@ class CallMasks(NamedTuple):
     span: AttentionSpan | None
 
 
+#: Arguments with which callers hand over images.
+IMAGE_ARGUMENTS = ("pixel_values", "pixel_values_videos", "image_embeds", "image_grid_thw", "grid_thws")
+
+
 def is_tracing() -> bool:
     """Whether a graph is being recorded; checks that look at values are left out then."""
     return is_torchdynamo_compiling() or torch.jit.is_tracing()
@@ -69,6 +73,9 @@ def check_inputs(config: K3Config, input_ids: Tensor | None, inputs_embeds: Tens
     shape = tuple((input_ids if input_ids is not None else inputs_embeds).shape[:2])
     if 0 in shape:
         raise ValueError(f"the input has shape {shape}; allowed is at least one row of at least one token")
+    images = [name for name in IMAGE_ARGUMENTS if kwargs.get(name) is not None]
+    if images:
+        raise ValueError(f"{', '.join(images)}: image input is not supported; allowed is text, this is the text model")
     if kwargs.get("is_causal") is False:
         raise ValueError("is_causal=False is not possible: a recurrence sees only what came before; allowed is True")
 
