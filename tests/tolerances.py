@@ -30,6 +30,9 @@ TOLERANCES: dict[str, Tolerance] = {
     "conv_state_max_abs": Tolerance(2e-4, "fp32 against fp64 costs 9.6e-6"),
     "key_value_cache_max_abs": Tolerance(2e-4, "fp32 against fp64 costs 1.3e-5"),
     "gen_logits_max_abs": Tolerance(1e-3, "32 steps through the cache cost 1.6e-4 against one forward"),
+    "other_process_logits": Tolerance(
+        5e-5, "equal weights elsewhere in memory: BLAS picks kernels by alignment, which cost 3.8e-6 on logits of RMS 1"
+    ),
     # Golden cases, a model that is fp64 throughout.
     "logits_f64_max_abs": Tolerance(
         1e-6, "`logits_f64` is stored as fp32: at 9.6 half a unit in the last place is 4.8e-7"

@@ -23,6 +23,7 @@ from transformers import (
 
 from modeling_k3 import K3ForCausalLM, K3ForSequenceClassification, K3ForTokenClassification, K3Model
 from tests.models import build, max_diff, released_weights, tiny_config, token_ids
+from tests.tolerances import bound
 
 IDS = token_ids(2, 9)
 FP32 = ("A_log", "dt_bias", "conv1d.weight", "o_norm.weight", "e_score_correction_bias")
@@ -284,4 +285,4 @@ def test_no_optional_package_is_needed(tiny: K3ForCausalLM, saved: Path, tmp_pat
     save_file({"ids": IDS}, tmp_path / "ids")
     result = run_python(code, str(saved), str(tmp_path))
     assert result.returncode == 0, result.stderr
-    assert max_diff(load_file(tmp_path / "logits")["logits"], tiny(IDS).logits) == 0
+    assert max_diff(load_file(tmp_path / "logits")["logits"], tiny(IDS).logits) < bound("other_process_logits")
