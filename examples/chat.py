@@ -4,6 +4,7 @@ python examples/chat.py FOLDER "Where is the key?"
 """
 
 import argparse
+import json
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -19,6 +20,22 @@ def get_weather(city: str) -> str:
         city: Name of the city.
     """
     return f"21 degrees and clear in {city}"
+
+
+def result_of(name: str, arguments: str) -> str:
+    """Call the tool. What cannot be called gives a result that says so, for the model to read."""
+    if name != get_weather.__name__:
+        return f"error: there is no tool {name}"
+    try:
+        given = json.loads(arguments)
+    except (ValueError, RecursionError):
+        given = None
+    if not isinstance(given, dict):
+        return "error: the arguments must be a JSON object"
+    try:
+        return get_weather(**given)
+    except TypeError as error:
+        return f"error: {error}"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -50,12 +67,18 @@ def main(arguments: list[str] | None = None) -> None:
         if not output.complete:
             print(f"(cut off inside {output.open})")
         # The message goes back as it was received, reasoning included: the model was trained on that.
-        messages.append(output.message())
+        message = output.message()
+        messages.append(message)
         if not output.tool_calls:
             return
-        for call in output.tool_calls:
-            print(f"call: {call.name}({call.arguments})")
-            messages.append({"role": "tool", "name": call.name, "content": get_weather(call.arguments)})
+        for index, call in enumerate(message["tool_calls"]):
+            # The model numbers its calls and gives them no ids: results find their calls by ids made up here.
+            call["id"] = f"call_{len(messages)}_{index}"
+            name, given = call["function"]["name"], call["function"]["arguments"]
+            print(f"call: {name}({given})")
+            messages.append(
+                {"role": "tool", "tool_call_id": call["id"], "name": name, "content": result_of(name, given)}
+            )
 
 
 if __name__ == "__main__":

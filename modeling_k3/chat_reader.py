@@ -11,7 +11,10 @@ import codecs
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
+
+from transformers.utils import to_py_obj
 
 from .markup import ENDS, MARKERS
 from .markup_reader import Event, MarkupReader, ParsedCall
@@ -160,6 +163,25 @@ class OutputReader:
         held = _begun_name(text, at)
         self._machine.text(text[at:held])
         self._pending_text = text[held:]
+
+
+def single_output(output: Any) -> list[int]:
+    """The ids of one output.
+
+    Args:
+        output: list, array or tensor; a batch axis of one, as `generate` returns it, is dropped.
+
+    Raises:
+        TypeError: several outputs, or no ids.
+    """
+    ids = to_py_obj(output)
+    if isinstance(ids, list) and len(ids) == 1 and isinstance(ids[0], list):
+        ids = ids[0]
+    if isinstance(ids, list) and len(ids) > 1 and all(isinstance(row, list) for row in ids):
+        raise TypeError(f"output is one row of ids, not a batch of {len(ids)}: read its rows one by one")
+    if not isinstance(ids, list | tuple | range) or not all(isinstance(index, int | Integral) for index in ids):
+        raise TypeError(f"output is text or one row of ids; this {type(output).__name__} holds something else")
+    return list(ids)
 
 
 def _begun_name(text: str, at: int) -> int:

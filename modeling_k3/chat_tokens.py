@@ -9,6 +9,7 @@ from transformers.tokenization_utils_base import TruncationStrategy
 from transformers.utils import get_json_schema
 
 from .chat import UNSET, ChatOptions, RenderedChat
+from .tokenizer_modes import kept_part
 
 #: What `self.pad` understands beside what is given to `apply_chat_template` itself.
 _PAD_ARGUMENTS = ("padding_side", "pad_to_multiple_of", "return_attention_mask")
@@ -114,8 +115,8 @@ def encode_chats(
         padding=options.padding, truncation=options.truncation, max_length=options.max_length
     )
     if truncation != TruncationStrategy.DO_NOT_TRUNCATE and max_length is not None:
-        kept = slice(max_length) if tokenizer.truncation_side == "right" else slice(-max_length or len(rows), None)
-        rows = [(ids[kept], mask[kept]) for ids, mask in rows]
+        kept = [kept_part(len(ids), max_length, tokenizer.truncation_side) for ids, _ in rows]
+        rows = [(ids[part], mask[part]) for (ids, mask), part in zip(rows, kept, strict=True)]
     pad_arguments = {key: value for key, value in (options.pad_arguments or {}).items() if key in _PAD_ARGUMENTS}
     encoded = tokenizer.pad(
         {"input_ids": [ids for ids, _ in rows]}, padding=padding, max_length=max_length, **pad_arguments

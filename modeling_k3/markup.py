@@ -21,7 +21,8 @@ END_OF_TEXT = "[EOS]"
 MARKERS = (OPEN, CLOSE, SEP)
 ENDS = (END_OF_MESSAGE, END_OF_TEXT)
 
-_ATTRIBUTE = re.compile(r'([^\s="]+)="([^"]*)"')
+# A key begins where a word does, and nothing is given back: the time is linear in the length, whatever was written.
+_ATTRIBUTE = re.compile(r'(?<![^\s="])([^\s="]++)="([^"]*+)"')
 
 
 class Segment(NamedTuple):

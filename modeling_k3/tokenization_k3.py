@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from transformers.utils import logging, to_py_obj
 
 from .chat import RenderedChat, render_chat
-from .chat_reader import OutputReader, ParsedOutput
+from .chat_reader import OutputReader, ParsedOutput, single_output
 from .chat_tokens import BatchOptions, chat_options, encode_chats, split_batch, tool_schemas
 from .markup import CLOSE, ENDS, MARKERS, OPEN, SEP
 from .tokenizer_modes import TwoModeTokenizer
@@ -245,12 +245,15 @@ class K3Tokenizer(TwoModeTokenizer):
         """Read what a model wrote: ids, or text where ids are gone (see `chat_reader`).
 
         Args:
-            output: without the prompt. Tensors are taken.
+            output: without the prompt. Tensors are taken, also with a batch axis of one.
             start: element in which it begins: "think" after a generation prompt with thinking on, "response" with
                 thinking off, "message" for a whole message.
+
+        Raises:
+            TypeError: a batch of several outputs.
         """
         reader = self.output_reader(start)
-        reader.feed(output if isinstance(output, str) else to_py_obj(output))
+        reader.feed(output if isinstance(output, str) else single_output(output))
         return reader.finish()
 
     def parse_response(

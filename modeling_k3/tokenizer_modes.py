@@ -10,6 +10,7 @@ covers the whole block.
 import copy
 import re
 from collections.abc import Callable
+from itertools import groupby
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
@@ -22,6 +23,14 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 # Texts up to this length, and this many of them, are remembered: the tags of a chat come again and again.
 _SHORT_CHARACTERS = 64
 _SHORT_TEXTS = 4096
+# What the library takes from its own encodings, which a text that was cut beforehand does not have.
+_NOT_OF_CUT_TEXTS = (
+    "return_offsets_mapping",
+    "return_overflowing_tokens",
+    "return_special_tokens_mask",
+    "return_token_type_ids",
+    "return_length",
+)
 
 
 class TwoModeTokenizer(PreTrainedTokenizerFast):
@@ -140,18 +149,22 @@ class TwoModeTokenizer(PreTrainedTokenizerFast):
 
     def _encode_cut(self, text: str | list[str], **kwargs: Any) -> BatchEncoding:
         """Control mode for texts that the length limits cut: a cut may go through the name of a control token."""
-        if kwargs.get("return_offsets_mapping") or kwargs.get("return_overflowing_tokens"):
-            raise ValueError("offsets and overflowing tokens are not available in control mode for a text this long")
+        refused = [name for name in _NOT_OF_CUT_TEXTS if kwargs.get(name)]
+        if refused:
+            raise ValueError(f"{', '.join(refused)}: not available in control mode for a text this long")
         is_batch = not isinstance(text, str)
         rows = [self.encode_text(each, allow_special=True) for each in (text if is_batch else [text])]
         limit = kwargs.get("max_length")
         if kwargs.get("truncation_strategy") not in (None, TruncationStrategy.DO_NOT_TRUNCATE) and limit is not None:
-            rows = [row[:limit] if self.truncation_side == "right" else row[len(row) - limit :] for row in rows]
+            rows = [row[kept_part(len(row), limit, self.truncation_side)] for row in rows]
         return self.pad(
             {"input_ids": rows if is_batch or kwargs.get("return_tensors") else rows[0]},
             padding=kwargs.get("padding_strategy", PaddingStrategy.DO_NOT_PAD),
             max_length=limit,
-            **{key: kwargs.get(key) for key in ("pad_to_multiple_of", "padding_side", "return_tensors")},
+            **{
+                key: kwargs.get(key)
+                for key in ("pad_to_multiple_of", "padding_side", "return_attention_mask", "return_tensors")
+            },
         )
 
     def _decode(
@@ -165,7 +178,20 @@ class TwoModeTokenizer(PreTrainedTokenizerFast):
         if ids and not (min(ids) >= 0 and max(ids) < len(self)):
             wrong = next(index for index in ids if not 0 <= index < len(self))
             raise ValueError(f"token id {wrong} is outside the vocabulary; allowed: 0 to {len(self) - 1}")
-        return super()._decode(ids, skip_special_tokens, clean_up_tokenization_spaces, **kwargs)
+        # The backend takes the letters of a name for bytes, which is right for ASCII alone.
+        first = self.first_control_id
+        added = {index: self._tokenizer.id_to_token(index) for index in set(ids) if index >= first}
+        names = {index: name for index, name in added.items() if not name.isascii()}
+        if names and skip_special_tokens:
+            entries = self._tokenizer.get_added_tokens_decoder()
+            ids = [index for index in ids if not (index in names and entries[index].special)]
+        pieces: list[str] = []
+        for is_name, run in groupby(ids, names.__contains__):
+            if is_name:
+                pieces += [names[index] for index in run]
+            else:
+                pieces.append(super()._decode(list(run), skip_special_tokens, clean_up_tokenization_spaces, **kwargs))
+        return "".join(pieces)
 
     def token_bytes(self, index: int) -> bytes:
         """The bytes of one token; a control token stands for its name.
@@ -195,6 +221,11 @@ def _flag(token: AddedToken, is_control: bool) -> AddedToken:
         lstrip=token.lstrip,
         rstrip=token.rstrip,
     )
+
+
+def kept_part(length: int, limit: int, side: str) -> slice:
+    """What truncation leaves of a row: its beginning, or its end if the side is "left"."""
+    return slice(limit) if side == "right" else slice(max(length - limit, 0), None)
 
 
 def join_surrogates(text: str) -> str:

@@ -62,8 +62,15 @@ class ChatLoop:
                     return
                 self._obey(line)
                 continue
+            before = len(self.session.messages)
             self.session.user(line.removeprefix("/") if line.startswith("//") else line)
-            self._answer()
+            try:
+                self._answer()
+            except RuntimeError as error:
+                # Out of memory, for one: the conversation is again what it was before the message.
+                self.session.drop_from(before)
+                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+                self.screen.error(f"no answer, your message was dropped: {reason}")
 
     def _read_message(self, prompt: str) -> str:
         lines = [self.read(prompt)]

@@ -8,8 +8,10 @@ from modeling_k3.chat_reader import Event, ParsedOutput
 from .session import Turn
 
 # What a model writes must not steer the terminal: control characters are shown as their pictures.
-_VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
+_VISIBLE: dict[int, int | str] = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
 _VISIBLE |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
+# Nor may it turn the order of what is read, or break lines where none ends: those characters are shown as escapes.
+_VISIBLE |= {code: f"\\u{code:04x}" for code in (0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A))}
 _STYLES = {"reasoning": "dim", "content": "", "tool_call": "cyan"}
 
 

@@ -118,6 +118,12 @@ class ChatSession:
         """Append the result of a tool call."""
         self.messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
 
+    def drop_from(self, position: int) -> None:
+        """Drop the messages from a position on, and the tokens if they say any of those."""
+        del self.messages[position:]
+        if self._covered > len(self.messages):
+            self._restart()
+
     def prompt(self) -> list[int]:
         """The ids of the next prompt: the tokens of the turns so far as they were, and what is new."""
         whole = self._rendered(self.messages, add_generation_prompt=True)
@@ -150,6 +156,7 @@ class ChatSession:
 
         Raises:
             ValueError: the conversation cannot be rendered; nothing has changed.
+            RuntimeError: generation failed. No message is added; the next prompt is computed from its beginning.
         """
         ids = self.prompt()
         began = time.monotonic()

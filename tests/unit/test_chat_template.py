@@ -79,6 +79,18 @@ def test_argument_text_that_is_nearly_json(left: str) -> None:
             check_arguments(text)
 
 
+@pytest.mark.parametrize("digit", ["\u0661", "\u00b2", "\uff11"])
+def test_digits_of_other_scripts_are_no_number(digit: str) -> None:
+    for number in (f"1{digit}", digit, f"-{digit}", f"1e{digit}", f"1e+{digit}", f"1.{digit}", f"1.5{digit}2"):
+        check_arguments(f'{{"a":{number}}}')
+        assert f'<|open|>json type="object"<|sep|>{{"a":{number}}}<|close|>json' in arguments_rendered(number)
+
+
+def arguments_rendered(value: str) -> str:
+    messages = [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": f'{{"a":{value}}}'}]}]
+    return rendered(messages, thinking_effort=None)
+
+
 def check_arguments(text: str) -> None:
     messages = [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": text}]}]
     assert rendered(messages, thinking_effort=None) == render_chat(messages).text, json.dumps(text)

@@ -1,5 +1,6 @@
 """`apply_chat_template`: shapes, padding, loss mask, what it takes for messages and tools."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -58,6 +59,20 @@ def test_truncation_cuts_at_the_end_and_then_pads() -> None:
     assert out["input_ids"] == whole[:20] and len(out["assistant_masks"]) == 20
     with pytest.raises(ValueError, match=r"return_offsets_mapping.*not supported"):
         tokenizer.apply_chat_template(CHAT, tokenizer_kwargs={"return_offsets_mapping": True})
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_every_conversation_is_truncated_to_the_limit(side: str) -> None:
+    tokenizer = copy.deepcopy(toy_tokenizer())
+    tokenizer.truncation_side = side
+    rows = tokenizer.apply_chat_template([CHAT, CHAT[:1]])["input_ids"]
+    for limit in (0, 1, len(rows[1]), len(rows[1]) + 1, len(rows[0]) + 1):
+        out = tokenizer.apply_chat_template(
+            [CHAT, CHAT[:1]], truncation=True, max_length=limit, return_assistant_tokens_mask=True
+        )
+        wanted = [row[:limit] if side == "right" else row[max(len(row) - limit, 0) :] for row in rows]
+        assert out["input_ids"] == wanted
+        assert [len(mask) for mask in out["assistant_masks"]] == [len(row) for row in wanted]
 
 
 def test_a_final_message_can_be_continued() -> None:

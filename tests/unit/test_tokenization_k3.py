@@ -4,6 +4,7 @@ import copy
 import pickle
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
@@ -84,6 +85,22 @@ def test_a_template_of_your_own_is_rendered_by_the_library(tokenizer: K3Tokenize
     safe = tokenizer.apply_chat_template(messages, sanitize_control_tokens=True, return_dict=False)
     assert safe.count(eos) == 1 and tokenizer.decode(safe) == "x[EOS][EOS]"
     assert tokenizer.encode("[EOS]") != [eos], "the mode is that of the call"
+
+
+def test_a_batch_of_one_is_one_output() -> None:
+    tokenizer = toy_tokenizer()
+    ids = tokenizer.encode("why<|close|>think<|sep|><|open|>response<|sep|>so", split_special_tokens=False)
+    wanted = tokenizer.parse_output(ids)
+    assert (wanted.reasoning, wanted.content) == ("why", "so")
+    for output in ([ids], torch.tensor(ids), torch.tensor([ids]), np.array([ids]), tuple(ids), list(np.array(ids))):
+        assert tokenizer.parse_output(output) == wanted
+    assert tokenizer.parse_output([]) == tokenizer.parse_output([[]]) == tokenizer.parse_output("")
+    for batch in ([ids, ids], torch.tensor([ids, ids]), [ids, []]):
+        with pytest.raises(TypeError, match="one row of ids, not a batch of 2"):
+            tokenizer.parse_output(batch)
+    for other in (3, ["so"], [[[1]]], {"sequences": ids}, [0.5], None):
+        with pytest.raises(TypeError, match="text or one row of ids"):
+            tokenizer.parse_output(other)
 
 
 def test_responses_become_messages() -> None:

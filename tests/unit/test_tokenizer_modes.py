@@ -11,7 +11,7 @@ from transformers import TextIteratorStreamer
 
 from modeling_k3.tokenization_k3 import K3Tokenizer
 from modeling_k3.vocabulary import to_token
-from tests.chat_data import FIRST_CONTROL, control_names, released_folder, texts, toy_tokenizer
+from tests.chat_data import FIRST_CONTROL, GOLDEN, control_names, released_folder, texts, toy_tokenizer
 
 
 @pytest.fixture
@@ -45,6 +45,32 @@ def test_decoding_is_that_of_the_bytes(ids: list[int]) -> None:
     joined = b"".join(map(tokenizer.token_bytes, ids))
     assert tokenizer.decode(ids) == joined.decode("utf-8", "replace")
     assert tokenizer.batch_decode([ids, ids]) == [tokenizer.decode(ids)] * 2
+
+
+@pytest.mark.parametrize("name", ["<é>", "‹é>", "üé", "Ġ<|ü|>", "<中😀>"])
+@pytest.mark.parametrize("special", [True, False])
+def test_names_beyond_ascii_decode_to_themselves(name: str, special: bool) -> None:
+    entries = {str(FIRST_CONTROL + 40): {"content": name, "special": special}}
+    names = {600: "[BOS]", 601: "[EOS]", 602: "<|end_of_msg|>", 603: "<|open|>", 604: "<|close|>", 605: "<|sep|>"}
+    entries |= {str(index): {"content": text, "special": index < 603} for index, text in names.items()}
+    tokenizer = K3Tokenizer(vocab_file=str(GOLDEN / "toy.tiktoken"), added_tokens_decoder=entries)
+    index = FIRST_CONTROL + 40
+    assert tokenizer.decode([index]) == tokenizer.decode(index) == name
+    single = [tokenizer.convert_tokens_to_ids(to_token(bytes([byte]))) for byte in "é".encode()]
+    ids = [600, *single, index, single[0], index, *single, 605]
+    assert tokenizer.decode(ids) == f"[BOS]é{name}\ufffd{name}é<|sep|>"
+    shown = "" if special else name
+    # What is skipped is as if it had never been there: its neighbours are one text.
+    assert tokenizer.decode([600, single[0], index, single[1], 605], skip_special_tokens=True) == (
+        "é<|sep|>" if special else f"\ufffd{name}\ufffd<|sep|>"
+    )
+    assert tokenizer.decode([index, *single, index], skip_special_tokens=True) == f"{shown}é{shown}"
+    assert tokenizer.encode(name, split_special_tokens=False) == [index]
+
+
+def test_added_names_beyond_ascii_decode_to_themselves(tokenizer: K3Tokenizer) -> None:
+    tokenizer.add_tokens(["<é>"])
+    assert tokenizer.decode([856]) == "<é>" and tokenizer.batch_decode([[856], []]) == ["<é>", ""]
 
 
 def test_skipping_special_tokens_leaves_the_markers() -> None:
@@ -115,8 +141,27 @@ def test_control_mode_beyond_the_length_limits() -> None:
     assert out["input_ids"][0].tolist() == ids
     cut = tokenizer(text, split_special_tokens=False, truncation=True, max_length=5)
     assert cut["input_ids"] == ids[:5]
-    with pytest.raises(ValueError, match="offsets"):
-        tokenizer(text, split_special_tokens=False, return_offsets_mapping=True)
+    masked = tokenizer(text, split_special_tokens=False, return_attention_mask=False)
+    assert set(masked) == {"input_ids"} and masked["input_ids"] == ids
+
+
+@pytest.mark.parametrize(
+    "name", ["return_offsets_mapping", "return_overflowing_tokens", "return_special_tokens_mask", "return_length"]
+)
+def test_what_cut_texts_cannot_give_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        toy_tokenizer()("a" * 25_001, split_special_tokens=False, **{name: True})
+    assert toy_tokenizer()("a", split_special_tokens=False, **{name: False})["input_ids"]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_truncating_a_cut_text_keeps_at_most_the_limit(tokenizer: K3Tokenizer, side: str) -> None:
+    tokenizer.truncation_side = side
+    texts = ["b" + "a" * 25_000, "hello you"]
+    rows = [tokenizer.encode(text, split_special_tokens=False) for text in texts]
+    for limit in (1, len(rows[1]) + 1, 2 * len(rows[1]) - 1, len(rows[0]) - 1, len(rows[0]) + 1):
+        cut = tokenizer(texts, split_special_tokens=False, truncation=True, max_length=limit)["input_ids"]
+        assert cut == [row[:limit] if side == "right" else row[-limit:] for row in rows]
 
 
 def test_nothing_is_added_at_the_ends_unless_asked(tokenizer: K3Tokenizer) -> None:
