@@ -36,7 +36,7 @@ from .text import Sampling, load
 from .tokenizer import BOS_ID, END_OF_MESSAGE_ID, EOS_ID, PAD_ID, VOCAB_SIZE, build_tokenizer
 from .train import TrainSettings, require_same_run, train
 
-PROMPT = "def main(argv=None):\n    "
+PROMPT = 'def read_lines(path):\n    """Return'
 _CONTINUATION_TOKENS = 160
 # Beyond that a model this small gains nothing from further threads.
 _MAX_THREADS = 8
