@@ -162,6 +162,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=93, help="fewer for a trial")
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--build-only", action="store_true", help="make the stand-in and stop")
+    parser.add_argument("--load-only", action="store_true", help="load, write that part of the report, and stop")
     parser.add_argument("--keep", action="store_true", help="do not remove the stand-in")
     options = parser.parse_args()
     manifest = json.loads((ROOT / "tests" / "golden" / "full_manifest.json").read_text())
@@ -183,6 +184,9 @@ def main() -> int:
     report["stand_in"] = {name: value for name, value in built.items() if name != "seeded"}
     model, report["load"] = load(directory)
     print(report["load"], flush=True)
+    if options.load_only:
+        options.out.write_text(json.dumps({**report, "command": report["command"] + " --load-only"}, indent=2) + "\n")
+        return int(report["load"]["load_s"] > GOALS["load_s"])
     ids = prompt(model.config.vocab_size, options.tokens)
     outputs, report["forward"] = forward(model, ids)
     report["check"] = check(model, directory, ids, outputs, built["seeded"])
