@@ -204,7 +204,8 @@ def with_experts(config: dict[str, Any], experts: str) -> dict[str, Any]:
     config = deepcopy(config)
     owner = config if "quantization_config" in config or not is_released(config) else config["text_config"]
     if experts == "bf16":
-        owner.pop("quantization_config", None)
+        config.pop("quantization_config", None)
+        config.get("text_config", {}).pop("quantization_config", None)
     else:
         owner.setdefault("quantization_config", deepcopy(RELEASED_BLOCK))
     return config
@@ -219,14 +220,19 @@ def _wrapper_of(like: Path) -> dict[str, Any]:
 
 
 def _check_complete(checkpoint: Checkpoint) -> None:
-    """Index and files agree, and no codes stand without scales."""
+    """Index and files agree, and codes and scales come in pairs."""
     _, absent, unlisted = checkpoint.locate(checkpoint.where)
     lone = [
         name
         for name in checkpoint.where
         if name.endswith(".weight_packed") and name.removesuffix("packed") + "scale" not in checkpoint.where
     ]
-    for what, names in (("in the index only", absent), ("in a file only", unlisted), ("without scales", lone)):
+    lone += [
+        name
+        for name in checkpoint.where
+        if name.endswith(".weight_scale") and name.removesuffix("scale") + "packed" not in checkpoint.where
+    ]
+    for what, names in (("in the index only", absent), ("in a file only", unlisted), ("of half a pair", lone)):
         if names:
             raise ValueError(f"the source has {len(names)} tensors {what}: {', '.join(names[:5])}")
 

@@ -19,7 +19,7 @@ from .load_plan import Layout, check_plan, make_plan
 from .loading import fill, report_vision
 from .placement import LoadState, apply_storage, collecting_later, current_load, loading, parse_size, serve_from_disk
 from .quantizer import K3Mxfp4Config, check_storage, is_released_block
-from .saving import Staging, layout_to_write, released_items, vision_items
+from .saving import Staging, check_nothing_is_lost, layout_to_write, released_items, vision_items
 from .tensor_writer import write_checkpoint
 
 #: What says where a config comes from, for the library's loader and ours alike.
@@ -159,7 +159,8 @@ class K3Persistence(PreTrainedModel):
                 (`save_original_format=False`), distributed checkpoints and other quantisations are its business.
 
         Raises:
-            ValueError: a size that is none; `vision` without vision tensors.
+            ValueError: a size that is none; `vision` without vision tensors; a part would replace the checkpoint that
+                was read.
             NotADirectoryError: `save_directory` is a file.
         """
         limit = parse_size(max_shard_size, "max_shard_size")
@@ -176,6 +177,7 @@ class K3Persistence(PreTrainedModel):
         layout = layout_to_write(self, self._k3_layout)
         items = list(released_items(self, tensors, layout, self._k3_disk))
         items += vision_items(layout) if vision else []
+        check_nothing_is_lost(target, layout, items, self.config.num_hidden_layers)
         target.mkdir(parents=True, exist_ok=True)
         with Staging(target) as staging:
             self._write_side_files(staging.path)

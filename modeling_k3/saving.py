@@ -10,7 +10,7 @@ written in the form they are in: MXFP4 bytes, or plain matrices after `dequantiz
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +112,29 @@ def vision_items(layout: Layout) -> Iterator[Item]:
         yield Item(name, entry.dtype, entry.shape, lambda file=file, entry=entry: file.view(entry))
 
 
+def check_nothing_is_lost(target: Path, layout: Layout, items: Sequence[Item], depth: int) -> None:
+    """Refuse to put a part of the checkpoint in the place of the whole that was read.
+
+    Raises:
+        ValueError: `target` is the directory that was read, and vision tensors or layers beyond `depth` would go.
+    """
+    if layout.checkpoint is None:
+        return
+    if target.resolve() not in {Path(file.path).resolve().parent for file in layout.checkpoint.files}:
+        return
+    written = {item.name for item in items}
+    deeper = [re.search(r"\.layers\.(\d+)\.", name) for name in layout.checkpoint.where]
+    beyond = {match.string for match in deeper if match is not None and int(match[1]) >= depth}
+    lost = sorted(
+        name for name in layout.checkpoint.where if name not in written and (is_vision(name) or name in beyond)
+    )
+    if lost:
+        raise ValueError(
+            f"save_directory={str(target)!r} is where the model was read from, and {len(lost)} tensors there would be "
+            f"lost: {', '.join(lost[:3])}, ...; allowed are another directory, or vision=True with all layers loaded"
+        )
+
+
 class Staging:
     """A hidden folder inside the target; `commit` moves its files into place, weights last.
 
@@ -137,9 +160,9 @@ class Staging:
         new = sorted(path.name for path in self.path.iterdir())
         last = [name for name in new if name in (single, index)]
         old = [path.name for path in self.target.iterdir() if _is_weights(path.name, variant)]
-        if single not in new:
-            for name in (single, index):
-                (self.target / name).unlink(missing_ok=True)
+        # Gone before anything new appears: a new config beside old weights would load without a word.
+        for name in (single, index):
+            (self.target / name).unlink(missing_ok=True)
         for name in [name for name in new if name not in last] + last:
             self._replace(name)
         for name in old:

@@ -1,6 +1,7 @@
 """Saving what was loaded from the released layout: the same bytes, in one atomic step."""
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from modeling_k3 import K3ForCausalLM
+from modeling_k3 import K3ForCausalLM, saving
 from tests.checkpoints import (
     MIXED,
     copy_of,
@@ -84,6 +85,34 @@ def test_saving_onto_itself(broken: Path, expected: Tensor) -> None:
     assert torch.equal(logits(model), expected)
 
 
+@pytest.mark.parametrize("options", [{}, {"num_hidden_layers": 3}], ids=["vision", "layers"])
+def test_a_part_never_takes_the_place_of_the_whole(broken: Path, options: dict[str, int]) -> None:
+    source = read_directory(broken)
+    model = K3ForCausalLM.from_pretrained(broken, **options)
+    with pytest.raises(ValueError, match="would be lost"):
+        model.save_pretrained(broken, vision=bool(options))
+    assert read_directory(broken) == source
+
+
+def test_a_commit_cut_short_leaves_no_new_config_beside_old_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "model"
+    K3ForCausalLM.from_pretrained(released()).save_pretrained(target)
+    smaller = K3ForCausalLM.from_pretrained(released(), num_hidden_layers=4)
+
+    def cut(self: saving.Staging, name: str) -> None:
+        if name.endswith(".safetensors"):
+            raise KeyboardInterrupt
+        os.replace(self.path / name, self.target / name)
+
+    monkeypatch.setattr(saving.Staging, "_replace", cut)
+    with pytest.raises(KeyboardInterrupt):
+        smaller.save_pretrained(target)
+    with pytest.raises(OSError, match="has neither"):
+        K3ForCausalLM.from_pretrained(target)
+
+
 def test_dequantized_it_is_saved_as_bf16(tmp_path: Path) -> None:
     model = K3ForCausalLM.from_pretrained(released(), dequantize=True, experts_implementation="eager")
     model.save_pretrained(tmp_path)
@@ -117,7 +146,7 @@ def test_a_failed_save_leaves_the_old_checkpoint(broken: Path, monkeypatch: pyte
 
     monkeypatch.setattr("modeling_k3.tensor_writer.os.fsync", fail)
     with pytest.raises(OSError, match="no space left"):
-        model.save_pretrained(broken)
+        model.save_pretrained(broken, vision=True)
     assert {path.name: path.read_bytes() for path in broken.iterdir()} == before
 
 
