@@ -188,9 +188,10 @@ def _readable(run: Callable[[], None]) -> None:
     """Run a command; what the user can put right is one line and exit code 2, without a traceback."""
     from modeling_k3.demo import UserError
 
-    # Read when torch is imported. Threads that spin while they wait fight over the cores with whatever else runs there:
-    # with busy neighbours a training step took five times as long.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Read when torch is imported. Threads spin for milliseconds before they sleep, on a core that another program may
+    # be waiting for: next to busy ones a training step took ten times as long. Sleeping at once costs half the speed of
+    # an idle machine; this many rounds (some microseconds) cost nothing.
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     try:
         run()
     except (UserError, OSError) as error:
