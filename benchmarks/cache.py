@@ -1,7 +1,7 @@
 """The cache on this machine's CPU: decode over context, prefix reuse, memory of a long prefill, compiled steps.
 
-    python benchmarks/cache.py --out runs/benchmark-cache            about half an hour
-    python benchmarks/cache.py --out runs/benchmark-cache --short    about five minutes
+    python benchmarks/cache.py                              a quarter of an hour; writes benchmarks/results/cache.*
+    python benchmarks/cache.py --short --out runs/cache     a few minutes
 
     decode     time per token at contexts of 1k to 32k: MLA absorbed and expanded, KDA only, and transformers' Kimi
                Linear with equal dimensions; caches are filled with random numbers, which cost the same
@@ -16,7 +16,6 @@ Every measurement runs in a process of its own. Reported are medians of steps af
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -25,6 +24,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from measure import machine
+
+ROOT = Path(__file__).parents[1]
 CONTENDERS = ("absorbed", "expanded", "KDA only", "transformers Kimi Linear")
 KINDS = "linear_attention linear_attention linear_attention full_attention".split() * 2
 #: Dimensions of the decode models: the release's ratios at a width of 1024, dense feed-forward.
@@ -228,10 +230,42 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Time of a decode step over the length of the context, one line for each contender."""
+    from matplotlib.figure import Figure
+
+    axes = (figure := Figure(figsize=(7, 4.5), layout="constrained")).subplots()
+    for contender in CONTENDERS:
+        own = [row for row in rows if row.get("contender") == contender and "milliseconds" in row]
+        if own:
+            axes.plot(
+                [row["context"] for row in own], [row["milliseconds"] for row in own], marker="o", label=contender
+            )
+    axes.set(
+        xscale="log", yscale="log", xlabel="tokens of context", ylabel="milliseconds for each new token",
+        title="Decode, batch 1: 8 layers, six of them KDA",
+    )  # fmt: skip
+    contexts = sorted({row["context"] for row in rows if row["part"] == "decode" and "context" in row})
+    axes.set_xticks(contexts, [f"{n // 1024}k" for n in contexts], minor=False)
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=150)
+
+
+def write(report: dict[str, Any], out: Path) -> None:
+    """Write `cache.json`, `cache.md` and, where decoding was measured, `cache.png`."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "cache.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    (out / "cache.md").write_text(table(report["rows"]), encoding="utf-8")
+    if any(row["part"] == "decode" for row in report["rows"]):
+        plot(report["rows"], out / "cache.png")
+
+
 def main() -> None:
-    """Run the plan and write `results.json` and `table.md`."""
+    """Run the plan, print the tables and write the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("runs/benchmark-cache"))
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--short", action="store_true", help="fewer lengths and steps")
     parser.add_argument("--only", choices=PARTS, help="one part")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
@@ -246,14 +280,12 @@ def main() -> None:
         if options.only in (None, part):
             rows += run(part, arguments, options.threads)
             print(json.dumps(rows[-1]), flush=True)
-    import torch
-    import transformers
-
-    about = {"torch": torch.__version__, "transformers": transformers.__version__, "threads": options.threads,
-             "processor": platform.processor() or platform.machine()}  # fmt: skip
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "results.json").write_text(json.dumps({"about": about, "rows": rows}, indent=1), encoding="utf-8")
-    (options.out / "table.md").write_text(table(rows), encoding="utf-8")
+    date = time.strftime("%Y-%m-%d")
+    command = " ".join(["python benchmarks/cache.py", *sys.argv[1:]])
+    write(
+        {"command": command, "date": date, "machine": {**machine(), "threads": options.threads}, "rows": rows},
+        options.out,
+    )
     print(table(rows))
 
 
