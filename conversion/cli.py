@@ -3,9 +3,12 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from modeling_k3.conversion.job import Job
 
 app = typer.Typer(
     help="Convert checkpoints: layouts, number formats, shards.", no_args_is_help=True, add_completion=False
@@ -68,7 +71,7 @@ def verify(
     """Compare two checkpoints: tensors, and logits with the first one's routes forced. Exit code 1: they differ."""
     from modeling_k3.conversion.verify import verify as compare
 
-    with _readable(), _bar("tensors") as progress:
+    with _readable(), _bar() as progress:
         report = compare(first, second, tokens=tokens, seed=seed, progress=progress)
     for line in report.lines():
         typer.echo(line)
@@ -87,22 +90,12 @@ def tiny(
     """Make a seeded random checkpoint in the released layout, with golden logits beside it."""
     from modeling_k3 import K3Config
     from modeling_k3.configuration import preset_path
-    from modeling_k3.conversion.tiny import make_tiny
+    from modeling_k3.conversion.tiny import plan_tiny
 
     with _readable():
         folder = Path(preset) if (Path(preset) / "config.json").is_file() else preset_path(preset)
         config = K3Config.from_pretrained(folder)
-        with _bar("B") as progress:
-            make_tiny(
-                target,
-                config,
-                seed=seed,
-                experts=experts,
-                tokens=tokens,
-                max_shard_size=max_shard_size,
-                progress=progress,
-            )
-    typer.echo(f"written: {target}")
+        _write(plan_tiny(target, config, seed=seed, experts=experts, tokens=tokens, max_shard_size=max_shard_size))
 
 
 def _run(
@@ -115,25 +108,33 @@ def _run(
     max_shard_size: str | None = None,
     like: Path | None = None,
 ) -> None:
-    """Plan, say what will be written, write."""
-    from modeling_k3.conversion.convert import Options, describe, plan_conversion
-    from modeling_k3.conversion.job import run_job
+    """Convert: plan, say what will be written, write."""
+    from modeling_k3.conversion.convert import Options, plan_conversion
 
     with _readable():
-        options = Options(layout, experts, vision, max_shard_size, like)
-        job = plan_conversion(source, target, options)
-        typer.echo(f"{describe(job)} -> {target}")
-        with _bar("B") as progress:
-            run_job(job, progress)
-    typer.echo(f"written: {target}")
+        _write(plan_conversion(source, target, Options(layout, experts, vision, max_shard_size, like)))
+
+
+def _write(job: "Job") -> None:
+    from modeling_k3.conversion.convert import describe
+    from modeling_k3.conversion.job import run_job
+
+    typer.echo(describe(job))
+    is_there = job.target.exists()
+    with _bar() as progress:
+        run_job(job, progress)
+    typer.echo(f"was there, checked and complete: {job.target}" if is_there else f"written: {job.target}")
 
 
 @contextmanager
-def _bar(unit: str) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar with rate and time left; yields what is called with (done, total)."""
+def _bar() -> Iterator[Callable[[int, int], None]]:
+    """A progress bar with bytes per second and time left; yields what is called with (done, total)."""
     from tqdm import tqdm
+    from transformers.utils import logging
 
-    with tqdm(unit=unit, unit_scale=True, disable=None) as bar:
+    # One bar is enough.
+    logging.disable_progress_bar()
+    with tqdm(unit="B", unit_scale=True, disable=None) as bar:
         is_first = True
 
         def advance(done: int, total: int) -> None:
@@ -143,6 +144,7 @@ def _bar(unit: str) -> Iterator[Callable[[int, int], None]]:
                 bar.reset(total)
                 bar.initial = bar.n = done
                 is_first = False
+            bar.total = total
             bar.update(done - bar.n)
 
         yield advance

@@ -5,6 +5,7 @@ of `A_log` is kept in the flat layout too, so that the way back restores every b
 """
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
@@ -91,6 +92,7 @@ def plan_conversion(source: Path, target: Path, options: Options) -> Job:
     changed = _config(config, layout, options)
     is_nested = layout == "released"
     _check_complete(checkpoint)
+    _check_padding(checkpoint, K3Config.from_dict(config).kda_num_heads)
     shards = [
         [
             item
@@ -237,6 +239,16 @@ def _check_complete(checkpoint: Checkpoint) -> None:
             raise ValueError(f"the source has {len(names)} tensors {what}: {', '.join(names[:5])}")
 
 
+def _check_padding(checkpoint: Checkpoint, heads: int) -> None:
+    """`A_log` has zeros beyond its heads: loading refuses anything else, and nobody should find out after a day."""
+    names = [name for name in checkpoint.where if name.endswith(".self_attn.A_log") and not is_vision(name)]
+    for name, (file, entry) in checkpoint.locate(names)[0].items():
+        if len(entry.shape) == 1 and file.read(entry)[heads:].any():
+            raise ValueError(
+                f"{file.path}: {name} has {entry.shape[0]} entries for {heads} heads, and not all of the rest are zero"
+            )
+
+
 def _check_unique(shards: list[list[Item]]) -> None:
     seen: set[str] = set()
     for shard in shards:
@@ -251,6 +263,19 @@ def _is_weights(name: str) -> bool:
 
 
 def describe(job: Job) -> str:
-    """One line: how many tensors, bytes and files a job will write."""
-    count = sum(len(shard) for shard in job.shards)
-    return f"{count} tensors, {job.nbytes / 1e9:.3g} GB in {len(job.shards)} file{'s'[: len(job.shards) > 1]}"
+    """One line: how many tensors, bytes and files a job writes, and what room there is."""
+    count, files = sum(len(shard) for shard in job.shards), len(job.shards)
+    folder = next(folder for folder in job.target.parents if folder.exists())
+    free = shutil.disk_usage(folder).free
+    return (
+        f"{count} tensors in {files} file{'s'[: files > 1]}, {_size(job.nbytes)} of {_size(free)} free -> {job.target}"
+    )
+
+
+def _size(count: float) -> str:
+    """Bytes in words of three digits."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if count < 999.5:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"

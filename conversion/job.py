@@ -1,8 +1,9 @@
-"""A conversion as a job on disk: planned first, then shard by shard, resumable after a kill at any moment.
+"""A conversion as a job on disk: planned first, then file by file, resumable after a kill at any moment.
 
-Everything is written into `<target>.partial`. A shard appears there under its name when it is complete and on the
-disk; a later run with the same plan keeps it. The last step renames the folder, so a target is complete or absent.
-The source is only read.
+Everything is written into `<target>.partial`. A file counts there when it is complete, on the disk, and noted in the
+record with its size and CRC-32, which is taken while it is written; a later run with the same plan keeps it. The last
+step renames the folder, so a target is complete or absent. The same command on a finished target compares every file
+with the record. The source is only read.
 """
 
 import fcntl
@@ -10,17 +11,24 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
-from modeling_k3.tensor_files import INDEX_NAME, SINGLE_NAME, TensorFile
-from modeling_k3.tensor_writer import Item, shard_name, sync_directory, write_index, write_shard, write_text
+from modeling_k3.tensor_files import INDEX_NAME, SINGLE_NAME
+from modeling_k3.tensor_writer import PARTIAL, Item, shard_name, sync_directory, write_index, write_shard, write_text
 
 RECORD = "conversion.json"
-_LOCK = ".lock"
+#: What a run leaves that was killed before it had written the record.
+_STARTED = {RECORD + PARTIAL}
 _SPARE = 64 << 20
+_PIECE = 1 << 24
+
+Progress = Callable[[int, int], None]
 
 
 @dataclass
@@ -32,18 +40,18 @@ class Job:
         shards: the tensors of each file, in order.
         texts: small files by name, written as they are.
         copies: files by name, copied from where they are.
+        made: files by name, made last by a function of their path, from the folder that they stand in.
         identity: whatever else decides the result (source files, options); a resumed run must have the same.
         digits: of the count in the shards' names.
-        finish: called with the complete folder before it is put in its place; may add files.
     """
 
     target: Path
     shards: list[list[Item]]
     texts: dict[str, str] = field(default_factory=dict)
     copies: dict[str, Path] = field(default_factory=dict)
+    made: dict[str, Callable[[Path], None]] = field(default_factory=dict)
     identity: dict[str, object] = field(default_factory=dict)
     digits: int = 5
-    finish: Callable[[Path], None] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -55,17 +63,25 @@ class Job:
         """Where the job is written until it is complete."""
         return self.target.with_name(self.target.name + ".partial")
 
-    def files(self) -> dict[str, list[Item]]:
+    @cached_property
+    def weights(self) -> dict[str, list[Item]]:
         """The shards by file name."""
         if len(self.shards) == 1:
             return {SINGLE_NAME: self.shards[0]}
         count = len(self.shards)
         return {shard_name(i + 1, count, digits=self.digits): shard for i, shard in enumerate(self.shards)}
 
+    @property
+    def files(self) -> list[str]:
+        """The names of all files but the record, in the order of writing."""
+        index = [INDEX_NAME] if len(self.shards) > 1 else []
+        return [*self.weights, *self.copies, *self.texts, *index, *self.made]
+
     def fingerprint(self) -> str:
         """Two jobs with the same fingerprint write the same bytes."""
-        digest = hashlib.sha256(json.dumps([self.identity, self.texts, sorted(self.copies)], sort_keys=True).encode())
-        for name, items in self.files().items():
+        others = [self.identity, self.texts, sorted(self.copies), sorted(self.made)]
+        digest = hashlib.sha256(json.dumps(others, sort_keys=True).encode())
+        for name, items in self.weights.items():
             digest.update(name.encode())
             for item in items:
                 digest.update(f"{item.name} {item.dtype} {item.shape}\n".encode())
@@ -77,8 +93,11 @@ def identify(paths: Sequence[Path]) -> list[list[object]]:
     return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in paths]
 
 
-def run_job(job: Job, progress: Callable[[int, int], None] | None = None) -> Path:
+def run_job(job: Job, progress: Progress | None = None) -> Path:
     """Write what is not written yet, and put the result in its place.
+
+    A target that this job has finished before is read and compared with the record. What is missing there is written
+    again; what is there and differs stays as it is and is an error.
 
     Args:
         job: the plan.
@@ -88,40 +107,110 @@ def run_job(job: Job, progress: Callable[[int, int], None] | None = None) -> Pat
         The target.
 
     Raises:
-        FileExistsError: the target is there and is not the result of this very job, or another process works on it.
+        FileExistsError: the target is there and is not the result of this very job, or not any more; or another
+            process works on it.
         OSError: not enough room.
     """
     mark = job.fingerprint()
-    if job.target.exists():
-        if _mark_of(job.target) == mark:
-            return job.target
-        raise FileExistsError(f"{job.target} exists already; remove it or choose another target")
     job.target.parent.mkdir(parents=True, exist_ok=True)
-    job.folder.mkdir(exist_ok=True)
-    with ExitStack() as stack:
-        lock = stack.enter_context(open(job.folder / _LOCK, "w"))
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise FileExistsError(f"another process is writing {job.folder}") from None
-        if _mark_of(job.folder) != mark:
-            _clear(job.folder)
-            write_text(job.folder / RECORD, json.dumps({"tool": "k3 convert", "fingerprint": mark}, indent=2) + "\n")
-        _write(job, progress)
-        (job.folder / _LOCK).unlink()
+    with _locked(job.target):
+        if job.target.exists():
+            found = _record_of(job.target)
+            if found is None or found["fingerprint"] != mark or found["files"].keys() != set(job.files):
+                raise FileExistsError(f"{job.target} exists already; remove it or choose another target")
+            _check_unchanged(job.target, found["files"], progress)
+            if any(not (job.target / name).is_file() for name in job.files):
+                _write(job, job.target, found, progress)
+            return job.target
+        found = _record_of(job.folder)
+        if found is None and job.folder.exists() and {path.name for path in job.folder.iterdir()} - _STARTED:
+            raise FileExistsError(f"{job.folder} exists and is not of a conversion; remove it or choose another target")
+        if found is None or found["fingerprint"] != mark:
+            shutil.rmtree(job.folder, ignore_errors=True)
+            found = {"tool": "k3 convert", "fingerprint": mark, "files": {}}
+        _write(job, job.folder, found, progress)
+        _sweep(job)
         os.replace(job.folder, job.target)
         sync_directory(job.target.parent)
     return job.target
 
 
-def _write(job: Job, progress: Callable[[int, int], None] | None) -> None:
-    files = job.files()
-    todo = {name: items for name, items in files.items() if not _is_complete(job.folder / name, items)}
-    total, left = job.nbytes, sum(item.nbytes for items in todo.values() for item in items)
-    room = shutil.disk_usage(job.folder).free
+def _write(job: Job, folder: Path, record: dict[str, Any], progress: Progress | None) -> None:
+    """Write the files that are not noted in the record, or not there any more, and note them."""
+    done = {name for name, noted in record["files"].items() if _size(folder / name) == noted["bytes"]}
+    todo = [name for name in job.files if name not in done]
+    total = job.nbytes
+    left = sum(item.nbytes for name in todo for item in job.weights.get(name, ()))
+    room = shutil.disk_usage(folder if folder.exists() else folder.parent).free
     if left + _SPARE > room:
-        raise OSError(f"{left / 1e9:.2f} GB are to be written to {job.folder.parent}, which has {room / 1e9:.2f} GB")
-    done = total - left
+        raise OSError(
+            f"{left / 1e9:.2f} GB are to be written to {folder.parent}, where {room / 1e9:.2f} GB are free; "
+            f"{_SPARE / 1e9:.2f} GB must stay free"
+        )
+    folder.mkdir(exist_ok=True)
+    _note(folder, record)
+
+    def advance(count: int) -> None:
+        nonlocal left
+        left -= count
+        if progress is not None:
+            progress(total - left, total)
+
+    advance(0)
+    for name in todo:
+        record["files"][name] = _write_file(job, folder / name, advance)
+        _note(folder, record)
+
+
+def _note(folder: Path, record: dict[str, Any]) -> None:
+    write_text(folder / RECORD, json.dumps(record, indent=2, sort_keys=True) + "\n")
+
+
+def _write_file(job: Job, path: Path, advance: Callable[[int], None]) -> dict[str, Any]:
+    """Write one file; returns what the record says of it."""
+    if path.name in job.weights:
+        digest = _Digest()
+        write_shard(path, job.weights[path.name], {"format": "pt"}, advance, tap=digest.add)
+        return digest.noted()
+    if path.name in job.copies:
+        _copy(job.copies[path.name], path)
+    elif path.name in job.texts:
+        write_text(path, job.texts[path.name])
+    elif path.name in job.made:
+        job.made[path.name](path)
+    else:
+        write_index(path, job.weights)
+    return _read_digest(path)
+
+
+class _Digest:
+    """Size and CRC-32 of what is added: against decay and accidents, fast enough not to slow writing down."""
+
+    def __init__(self) -> None:
+        self.size = self.crc = 0
+
+    def add(self, piece: bytes | memoryview) -> None:
+        self.size += len(piece)
+        self.crc = zlib.crc32(piece, self.crc)
+
+    def noted(self) -> dict[str, Any]:
+        return {"bytes": self.size, "crc32": f"{self.crc:08x}"}
+
+
+def _read_digest(path: Path, advance: Callable[[int], None] | None = None) -> dict[str, Any]:
+    digest = _Digest()
+    with open(path, "rb", buffering=0) as file:
+        while piece := file.read(_PIECE):
+            digest.add(piece)
+            if advance is not None:
+                advance(len(piece))
+    return digest.noted()
+
+
+def _check_unchanged(folder: Path, noted: dict[str, dict[str, Any]], progress: Progress | None) -> None:
+    """Refuse a finished target with files that are not as they were written. Missing ones can be written again."""
+    present = {name: each for name, each in noted.items() if (folder / name).is_file()}
+    total, done = sum(each["bytes"] for each in present.values()), 0
 
     def advance(count: int) -> None:
         nonlocal done
@@ -129,59 +218,67 @@ def _write(job: Job, progress: Callable[[int, int], None] | None) -> None:
         if progress is not None:
             progress(done, total)
 
-    advance(0)
-    for name, items in todo.items():
-        write_shard(job.folder / name, items, {"format": "pt"}, advance)
-    for name, source in job.copies.items():
-        _copy(source, job.folder / name)
-    for name, text in job.texts.items():
-        write_text(job.folder / name, text)
-    if len(files) > 1:
-        write_index(job.folder / INDEX_NAME, files)
-    _sweep(job)
-    if job.finish is not None:
-        job.finish(job.folder)
+    changed = [
+        name
+        for name, each in present.items()
+        if _size(folder / name) != each["bytes"] or _read_digest(folder / name, advance) != each
+    ]
+    if changed:
+        raise FileExistsError(
+            f"{folder} is the result of this conversion, but {len(changed)} of its files are not as they were written: "
+            f"{', '.join(changed[:5])}; remove these, and the same command writes only them again"
+        )
 
 
-def _is_complete(path: Path, items: Sequence[Item]) -> bool:
-    """Whether a shard of an earlier run is there, whole, with these tensors."""
-    if not path.is_file():
-        return False
+@contextmanager
+def _locked(target: Path) -> Iterator[None]:
+    """Keep other processes from writing `target`, whose folder is renamed meanwhile: the lock stands beside it."""
+    path = target.with_name(target.name + ".lock")
+    while True:
+        with open(path, "w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise FileExistsError(f"another process is writing {target}") from None
+            # Whoever had it may have removed it after it was opened here: then it keeps nobody out.
+            if _is_at(lock.fileno(), path):
+                try:
+                    yield
+                finally:
+                    path.unlink()
+                return
+
+
+def _is_at(handle: int, path: Path) -> bool:
     try:
-        entries = TensorFile(path).entries
-    except ValueError:
+        return os.path.samestat(os.fstat(handle), os.stat(path))
+    except FileNotFoundError:
         return False
-    return {name: (entry.dtype, entry.shape) for name, entry in entries.items()} == {
-        item.name: (item.dtype, item.shape) for item in items
-    }
+
+
+def _size(path: Path) -> int | None:
+    return path.stat().st_size if path.is_file() else None
 
 
 def _copy(source: Path, target: Path) -> None:
-    partial = target.with_name(target.name + ".partial")
+    partial = target.with_name(target.name + PARTIAL)
     shutil.copyfile(source, partial)
     with open(partial, "rb+") as file:
         os.fsync(file.fileno())
     os.replace(partial, target)
 
 
-def _mark_of(folder: Path) -> str | None:
+def _record_of(folder: Path) -> dict[str, Any] | None:
+    """What the job that wrote a folder noted; None for anything else."""
     try:
-        return json.loads((folder / RECORD).read_text())["fingerprint"]
-    except (OSError, ValueError, KeyError, TypeError):
+        record = json.loads((folder / RECORD).read_text())
+        return {"tool": "k3 convert", "fingerprint": record["fingerprint"], "files": dict(record.get("files", {}))}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-
-
-def _clear(folder: Path) -> None:
-    """Remove what another plan left behind, but not the lock."""
-    for path in folder.iterdir():
-        if path.name != _LOCK:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _sweep(job: Job) -> None:
     """Remove half-written files of a killed run: nothing but the result may be in the folder."""
-    wanted = {*job.files(), *job.texts, *job.copies, RECORD, _LOCK}
-    wanted |= {INDEX_NAME} if len(job.shards) > 1 else set()
     for path in job.folder.iterdir():
-        if path.name not in wanted:
-            path.unlink()
+        if path.name not in (*job.files, RECORD):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()

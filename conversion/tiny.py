@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -17,9 +18,10 @@ from modeling_k3 import K3Config, K3ForCausalLM
 from modeling_k3.checkpoint import EXPERT, TEXT_PREFIX, canonical
 from modeling_k3.conversion.convert import EXPERTS, with_experts, wrapped
 from modeling_k3.conversion.job import Job, run_job
+from modeling_k3.conversion.verify import float32_memory
 from modeling_k3.load_plan import Layout
 from modeling_k3.mxfp4 import GROUP
-from modeling_k3.placement import parse_size
+from modeling_k3.placement import available_memory, parse_size
 from modeling_k3.precision import KEEP_IN_FP32
 from modeling_k3.saving import released_items
 from modeling_k3.tensor_files import DTYPES
@@ -29,6 +31,27 @@ GOLDEN = "golden.safetensors"
 
 
 def make_tiny(
+    target: Path, config: K3Config, *, progress: Callable[[int, int], None] | None = None, **options: Any
+) -> Path:
+    """Write a random checkpoint; the same arguments give the same bytes.
+
+    Args:
+        target: the folder that will appear.
+        config: of the model; a flat one is wrapped.
+        progress: see `run_job`.
+        options: see `plan_tiny`.
+
+    Returns:
+        `target`.
+
+    Raises:
+        ValueError: see `plan_tiny`.
+        FileExistsError, OSError: see `run_job`.
+    """
+    return run_job(plan_tiny(target, config, **options), progress)
+
+
+def plan_tiny(
     target: Path,
     config: K3Config,
     *,
@@ -36,9 +59,8 @@ def make_tiny(
     experts: str = "mxfp4",
     tokens: int = 16,
     max_shard_size: int | str = "5GB",
-    progress: Callable[[int, int], None] | None = None,
-) -> Path:
-    """Write a random checkpoint; the same arguments give the same bytes.
+) -> Job:
+    """Plan a random checkpoint without writing anything.
 
     Args:
         target: the folder that will appear.
@@ -48,32 +70,31 @@ def make_tiny(
         tokens: length of the golden prompt, for which `golden.safetensors` gets `input_ids` [1, T], `logits`
             [1, T, V] and `layers.<i>.router_indices` [1, T, R], computed in float32; 0 for none.
         max_shard_size: of one file.
-        progress: see `run_job`.
-
-    Returns:
-        `target`.
 
     Raises:
-        ValueError: an unknown number format, or widths that MXFP4 cannot pack.
+        ValueError: an unknown number format, widths that MXFP4 cannot pack, or a model whose golden logits do not fit
+            in memory.
     """
     if experts not in EXPERTS:
         raise ValueError(f"experts={experts!r} is unknown; allowed are {list(EXPERTS)}")
     released = with_experts(wrapped(config), experts)
     items = [_seeded(item, seed, config.kda_num_heads) for item in checkpoint_items(config, experts)]
-
-    def finish(folder: Path) -> None:
-        if tokens:
-            write_golden(folder, seed, tokens)
-
-    job = Job(
+    needed = float32_memory((canonical(item.name), item.shape) for item in items)
+    room = available_memory()
+    if tokens and needed > room:
+        raise ValueError(
+            f"tokens={tokens}: golden logits need {needed:,} bytes of memory, in float32 with the experts left in "
+            f"their files, and {room:,} bytes are available; allowed is tokens=0"
+        )
+    golden = {GOLDEN: lambda path: write_golden(path.parent, seed, tokens)}
+    return Job(
         target=Path(target).resolve(),
         shards=split_items(items, parse_size(max_shard_size, "max_shard_size")),
         texts={"config.json": json.dumps(released, indent=2) + "\n"},
         identity={"seed": seed, "tokens": tokens},
+        made=golden if tokens else {},
         digits=6,
-        finish=finish,
     )
-    return run_job(job, progress)
 
 
 def checkpoint_items(config: K3Config, experts: str) -> list[Item]:

@@ -23,6 +23,7 @@ from transformers.core_model_loading import Concatenate, MergeModulelist, Prefix
 
 from .config_layout import FLAT_MODEL_TYPE
 from .tensor_files import INDEX_NAME, SINGLE_NAME, Entry, TensorFile, read_index
+from .tensor_writer import STAGING
 
 #: What the text tensors of the released layout start with.
 TEXT_PREFIX = "language_model."
@@ -107,12 +108,13 @@ class Checkpoint:
             ValueError: a broken index, see `read_index`.
         """
         base = Path(directory) / (subfolder or "")
-        single, index = base / _add_variant(SINGLE_NAME, variant), base / _add_variant(INDEX_NAME, variant)
+        single, index = base / add_variant(SINGLE_NAME, variant), base / add_variant(INDEX_NAME, variant)
         if single.is_file():
             return cls(None, [TensorFile(single)])
         if not index.is_file():
+            hint = "; a save into it was cut short or is under way" if any(base.glob(STAGING + "*")) else ""
             raise FileNotFoundError(
-                f"{base} has neither {single.name} nor {index.name}; weights are read from safetensors files only"
+                f"{base} has neither {single.name} nor {index.name}; weights are read from safetensors files only{hint}"
             )
         return cls._from_index(index)
 
@@ -172,7 +174,8 @@ def check_loaded(info: dict[str, Any], model: nn.Module, path: str | PathLike | 
         ValueError: naming the first few tensors of each kind.
     """
     missing = info["missing_keys"]
-    unexpected = [key for key in info["unexpected_keys"] if not is_excused(key, model)]
+    depth, has_head = model.config.num_hidden_layers, model.can_generate()
+    unexpected = [key for key in info["unexpected_keys"] if not is_excused(key, depth, has_head)]
     mismatched = [key if isinstance(key, str) else key[0] for key in info["mismatched_keys"]]
     complain(
         path,
@@ -182,12 +185,12 @@ def check_loaded(info: dict[str, Any], model: nn.Module, path: str | PathLike | 
     )
 
 
-def is_excused(key: str, model: nn.Module) -> bool:
-    """Whether a checkpoint may hold this tensor although the model has no place for it."""
+def is_excused(key: str, depth: int, has_head: bool) -> bool:
+    """Whether a checkpoint may hold this tensor although a model of `depth` layers has no place for it."""
     name = canonical(key)
     layer = layer_of(name)
-    is_too_deep = layer is not None and layer >= model.config.num_hidden_layers
-    return is_too_deep or is_vision(key) or (name.startswith("lm_head.") and not model.can_generate())
+    is_too_deep = layer is not None and layer >= depth
+    return is_too_deep or is_vision(key) or (name.startswith("lm_head.") and not has_head)
 
 
 def may_be_new(key: str, model: nn.Module) -> bool:
@@ -221,6 +224,6 @@ def complain(
         )
 
 
-def _add_variant(name: str, variant: str | None) -> str:
+def add_variant(name: str, variant: str | None) -> str:
     """`model.safetensors` -> `model.<variant>.safetensors`, the library's way."""
     return name if variant is None else name.replace("model.", f"model.{variant}.", 1)

@@ -62,13 +62,19 @@ class ExpertPages:
 
     def named_views(self) -> Iterator[tuple[str, Tensor]]:
         """Yield all experts under their released names, from `0.w1.weight_packed` on."""
+        for file in self.files:
+            file.check_unchanged()
         for expert, places in enumerate(self.places.tolist()):
             for matrix, rows in zip(MATRICES, places, strict=True):
                 for ending, place in zip(self.endings, rows, strict=True):
                     yield f"{expert}.{matrix}.{ending}", self._view(place, matrix, ending)
 
     def prefetch(self, experts: Iterable[int]) -> None:
-        """Ask the system to read experts ahead, in the background: they are about to be used one after the other."""
+        """Ask the system to read experts ahead, in the background: they are about to be used one after the other.
+
+        Raises:
+            ValueError: a file that they stand in was changed.
+        """
         ranges: dict[int, list[tuple[int, int]]] = {}
         for file, start, stop in self.places[list(experts)].flatten(0, -2).tolist():
             known = ranges.setdefault(file, [])

@@ -10,6 +10,7 @@ from transformers.generation.candidate_generator import CandidateGenerator, Earl
 
 from .cache import K3Cache
 from .cache_layers import DEFAULT_ROLLBACK
+from .masks import IMAGE_ARGUMENTS
 from .prefix_cache import PrefixCache
 
 #: Tokens (rows times length) that a prefill puts through the model at once, unless `prefill_chunk_size` says otherwise:
@@ -39,6 +40,9 @@ class K3GenerationMixin(GenerationMixin):
 
     def generate(self, *args: Any, signals: Any = None, **kwargs: Any) -> Any:
         """Generate; see the library's method for all other arguments, and the class."""
+        images = [name for name in IMAGE_ARGUMENTS if kwargs.get(name) is not None]
+        if images:
+            raise ValueError(f"{', '.join(images)}: image input is not supported; allowed is text, as in forward")
         if signals is None:
             return super().generate(*args, **kwargs)
         with signals.watch(self, kwargs.get("prefix_cache")):
@@ -140,6 +144,11 @@ class K3GenerationMixin(GenerationMixin):
         self, input_ids: Tensor, *args: Any, generation_config: GenerationConfig, **kwargs: Any
     ) -> Any:
         """Decode with drafts: all but the prompt's last token is run first, in pieces, then the library's loop."""
+        if generation_config.output_attentions:
+            raise ValueError(
+                "output_attentions=True with drafts is not possible: the maps of a verification step are split by "
+                "token, and a layer may have none; generate without drafts"
+            )
         cache = kwargs.get("cache")
         if hasattr(cache, "linear_layer"):
             drafted = max(generation_config.num_assistant_tokens or 0, generation_config.prompt_lookup_num_tokens or 0)

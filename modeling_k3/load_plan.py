@@ -3,11 +3,12 @@
 A missing, unknown, truncated or wrongly shaped tensor is an error while nothing has changed.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 from transformers.utils.loading_report import LoadStateDictInfo
 
@@ -37,16 +38,31 @@ class Layout:
     Args:
         prefix: "language_model." or "".
         decoder: "model." or "", what follows the prefix for tensors of the decoder.
+        odd: canonical name -> stored name, for tensors spelled unlike the others.
         padded: canonical name -> stored length, for tensors stored with zeros at the end.
+        tied: canonical names of parameters that the file has under another one's name only; None if nothing was read.
+        recast: canonical name -> place and the number format it was loaded in, where the file has another one.
+        keeps_dtypes: whether a tensor of `recast` goes back as it is stored; not where the user chose a dtype.
         checkpoint: where they came from (for the vision tensors).
         is_nested: whether config.json was in the released layout.
     """
 
     prefix: str = ""
     decoder: str = "model."
+    odd: dict[str, str] = field(default_factory=dict)
     padded: dict[str, int] = field(default_factory=dict)
+    tied: frozenset[str] | None = None
+    recast: dict[str, tuple[Place, torch.dtype]] = field(default_factory=dict)
+    keeps_dtypes: bool = True
     checkpoint: Checkpoint | None = None
     is_nested: bool = False
+
+    def spell(self, short: str) -> str:
+        """The name on disk of a tensor by its canonical name."""
+        if short in self.odd:
+            return self.odd[short]
+        is_decoder = canonical(f"model.{short}") == short
+        return self.prefix + (self.decoder if is_decoder else "") + short
 
 
 @dataclass
@@ -59,6 +75,7 @@ class Plan:
         layout: how the names are spelled.
         tied: parameters without tensors that share another one's.
         missing, unknown, shape, unlisted: what does not fit; parameter names, names in files, in the index.
+        formats: name -> stored and needed number format, for tensors of `shape` whose format is wrong.
     """
 
     places: dict[str, Place] = field(default_factory=dict)
@@ -69,6 +86,7 @@ class Plan:
     unknown: list[str] = field(default_factory=list)
     shape: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
     unlisted: list[str] = field(default_factory=list)
+    formats: dict[str, str] = field(default_factory=dict)
 
 
 def make_plan(model: nn.Module, checkpoint: Checkpoint) -> Plan:
@@ -79,10 +97,10 @@ def make_plan(model: nn.Module, checkpoint: Checkpoint) -> Plan:
     """
     plan = Plan()
     plan.layout.checkpoint = checkpoint
-    wanted = [name for name in checkpoint.where if not is_excused(name, model)]
+    depth, has_head = model.config.num_hidden_layers, model.can_generate()
+    wanted = [name for name in checkpoint.where if not is_excused(name, depth, has_head)]
     found, absent, unlisted = checkpoint.locate(wanted)
-    plan.missing += absent
-    plan.unlisted += [name for name in unlisted if not is_excused(name, model)]
+    plan.unlisted += [name for name in unlisted if not is_excused(name, depth, has_head)]
     seen: dict[str, str] = {}
     for name, place in found.items():
         short = canonical(name)
@@ -93,12 +111,26 @@ def make_plan(model: nn.Module, checkpoint: Checkpoint) -> Plan:
             plan.experts[int(expert[1])][int(expert[2]), expert[3], expert[4]] = place
         else:
             plan.places[short] = place
-        if layer_of(short) is not None:
-            plan.layout.prefix = TEXT_PREFIX if name.startswith(TEXT_PREFIX) else ""
-            plan.layout.decoder = name[len(plan.layout.prefix) : -len(short)]
+    _find_spelling(plan.layout, seen)
     _compare_experts(model, plan)
     _compare_plain(model, plan)
+    plan.layout.tied = frozenset(map(canonical, plan.tied))
+    known = {canonical(name) for name in plan.missing}
+    plan.missing += [name for name in absent if canonical(name) not in known]
     return plan
+
+
+def _find_spelling(layout: Layout, names: dict[str, str]) -> None:
+    """Take the prefixes of most tensors of layers for the layout's, and remember the names that have others."""
+    heads = Counter(name[: -len(short)] for short, name in names.items() if short.startswith("layers."))
+    if not heads:
+        return
+    head = heads.most_common(1)[0][0]
+    layout.prefix = TEXT_PREFIX if head.startswith(TEXT_PREFIX) else ""
+    layout.decoder = head[len(layout.prefix) :]
+    # Of half a million names nearly all pass the first look.
+    others = ((short, name) for short, name in names.items() if name != head + short)
+    layout.odd = {short: name for short, name in others if layout.spell(short) != name}
 
 
 def _compare_plain(model: nn.Module, plan: Plan) -> None:
@@ -137,21 +169,24 @@ def _compare_experts(model: nn.Module, plan: Plan) -> None:
     layers = {layer_of(canonical(name) + "."): (name, module) for name, module in iter_experts(model)}
     for layer, places in plan.experts.items():
         if layer not in layers:
-            plan.unknown += [_expert_name(layer, key) for key in places]
+            plan.unknown += [expert_name(layer, key) for key in places]
     for layer, (name, module) in layers.items():
         places = plan.experts.get(layer, {})
         kind = stored_kind(places)
         keys = {(e, m, ending) for e in range(module.num_experts) for m in MATRICES for ending in ENDINGS[kind]}
-        plan.unknown += [_expert_name(layer, key) for key in places.keys() - keys]
+        plan.unknown += [expert_name(layer, key) for key in places.keys() - keys]
         if not places and module.storage == "dense":
             plan.missing += [f"{name}.{stack}" for stack in PROJECTIONS]
             continue
-        plan.missing += [_expert_name(layer, key) for key in keys - places.keys()]
+        plan.missing += [expert_name(layer, key) for key in keys - places.keys()]
         for key in keys & places.keys():
             entry, needed = places[key][1], expert_shape(module, key[1], key[2])
-            is_byte = entry.dtype == "U8"
-            if entry.shape != needed or is_byte != (kind == "packed"):
-                plan.shape.append((_expert_name(layer, key), entry.shape, needed))
+            fits = entry.dtype == "U8" if kind == "packed" else entry.torch_dtype.is_floating_point
+            if entry.shape != needed or not fits:
+                plan.shape.append((expert_name(layer, key), entry.shape, needed))
+            if not fits:
+                wanted = "U8" if kind == "packed" else "a floating format"
+                plan.formats[expert_name(layer, key)] = f" stored as {entry.dtype} instead of {wanted}"
 
 
 def stored_kind(places: Iterable[tuple[int, str, str]]) -> str:
@@ -167,7 +202,8 @@ def expert_shape(module: Any, matrix: str, ending: str) -> tuple[int, int]:
     return out, {"weight": width, "weight_packed": width // 2, "weight_scale": width // GROUP}[ending]
 
 
-def _expert_name(layer: int, key: tuple[int, str, str]) -> str:
+def expert_name(layer: int, key: tuple[int, str, str]) -> str:
+    """The canonical name of one tensor of one expert."""
     return f"layers.{layer}.block_sparse_moe.experts.{key[0]}.{key[1]}.{key[2]}"
 
 
@@ -182,7 +218,9 @@ def check_plan(plan: Plan, model: nn.Module, state: LoadState) -> LoadStateDictI
     halves = [name for name in plan.missing if EXPERT.fullmatch(canonical(name))]
     if state.strict:
         shapes = [
-            f"{name} {list(stored)} instead of {list(needed)}"
+            name
+            + (f" {list(stored)} instead of {list(needed)}" if stored != needed else "")
+            + plan.formats.get(name, "")
             for name, stored, needed in plan.shape
             if not may_be_new(name, model)
         ]

@@ -16,7 +16,7 @@ from transformers.utils import logging
 from .checkpoint import Checkpoint, canonical, is_vision, layer_of
 from .expert_pages import ENDINGS, ExpertPages
 from .experts import iter_experts
-from .load_plan import Place, Plan, stored_kind
+from .load_plan import Place, Plan, expert_name, stored_kind
 from .mxfp4 import GROUP, decode
 from .placement import LoadState, uses_accelerator
 
@@ -44,29 +44,31 @@ def fill(model: nn.Module, plan: Plan, load_config: Any, state: LoadState) -> No
         if module.storage == "mapped":
             module.use_storage("mapped", ExpertPages(stored_kind(places), module.num_experts, places))
         module._is_hf_initialized = True
-    makers = dict(_makers(model, plan))
-    tied = getattr(model, "all_tied_weights_keys", None) or {}
-    for name in logging.tqdm(list(makers), desc="Loading weights"):
+    makers = {name: (make, sources) for name, make, sources in _makers(model, plan)}
+    tied = list((getattr(model, "all_tied_weights_keys", None) or {}).items())
+    for name, (make, sources) in logging.tqdm(makers.items(), desc="Loading weights"):
         owner, _, leaf = name.rpartition(".")
         module = model.get_submodule(owner)
         old = getattr(module, leaf)
         dtype = _target_dtype(name, old, load_config)
-        device = get_device(device_map, name)
-        stays = device == "disk" and leaf in module._parameters
-        if stays:
-            state.disk[name] = _bind(makers[name], dtype, "cpu")
+        others = {short: (place, dtype) for short, place in sources.items() if place[1].torch_dtype != dtype}
+        plan.layout.recast |= others
+        # A parameter that several modules share may be on disk for one of them and in memory for another.
+        twins = [other for pair in tied if name in pair for other in pair if other != name]
+        devices = {each: get_device(device_map, each) for each in (name, *twins)}
+        on_disk = [each for each, device in devices.items() if device == "disk" and leaf in module._parameters]
+        own = [each for each in on_disk if each == name or each not in makers]
+        state.disk |= dict.fromkeys(own, _bind(make, dtype, "cpu"))
+        if len(on_disk) == len(devices):
             # Hooks cast to the placeholder's number format.
             value = torch.empty(old.shape, dtype=dtype, device="meta")
         else:
-            value = makers[name](dtype, "cpu" if device == "disk" else device)
+            device = next((device for device in devices.values() if device != "disk"), "cpu")
+            value = make(dtype, device)
         if leaf in module._parameters:
             value = nn.Parameter(value, requires_grad=old.requires_grad)
         value._is_hf_initialized = True
         setattr(module, leaf, value)
-    for target, source in tied.items():
-        for name, other in ((target, source), (source, target)):
-            if name not in state.disk and other in state.disk:
-                state.disk[name] = state.disk[other]
 
 
 def _bind(make: Callable[[torch.dtype, Any], Tensor], dtype: torch.dtype, device: str) -> Callable[[], Tensor]:
@@ -81,26 +83,31 @@ def _target_dtype(name: str, old: Tensor, load_config: Any) -> torch.dtype:
     return old.dtype
 
 
-def _makers(model: nn.Module, plan: Plan) -> Iterable[tuple[str, Callable[[torch.dtype, Any], Tensor]]]:
-    """Yield (parameter name, function of dtype and device) for everything the plan has tensors for."""
+def _makers(
+    model: nn.Module, plan: Plan
+) -> Iterable[tuple[str, Callable[[torch.dtype, Any], Tensor], dict[str, Place]]]:
+    """Yield (parameter name, function of dtype and device, plain tensors it is made of by canonical name)."""
     wrong = {name for name, _, _ in plan.shape}
     # Not the state dict: it would make a view of every mapped expert.
     for name, parameter in chain(model.named_parameters(remove_duplicate=False), model.named_buffers()):
         place = plan.places.get(canonical(name))
         if place is not None and name not in wrong:
-            yield name, _plain(place, tuple(parameter.shape))
+            yield name, _plain(place, tuple(parameter.shape)), {canonical(name): place}
     for name, module in iter_experts(model):
-        places = plan.experts.get(layer_of(canonical(name) + "."))
+        layer = layer_of(canonical(name) + ".")
+        places = plan.experts.get(layer)
         if not places:
             continue
         for stack, shape in module.stack_shapes().items():
             matrices = ("w1", "w3") if stack == "gate_up_proj" else ("w2",)
             if module.storage == "dense":
-                yield f"{name}.{stack}", _dense_stack(places, matrices, shape)
+                plain = {key: place for key, place in places.items() if key[1] in matrices and key[2] == "weight"}
+                sources = {expert_name(layer, key): place for key, place in plain.items()}
+                yield f"{name}.{stack}", _dense_stack(places, matrices, shape), sources
             elif module.storage == "packed":
                 for ending in ENDINGS["packed"]:
                     suffix = ending.removeprefix("weight")
-                    yield f"{name}.{stack}{suffix}", _byte_stack(places, matrices, ending, shape)
+                    yield f"{name}.{stack}{suffix}", _byte_stack(places, matrices, ending, shape), {}
 
 
 def _plain(place: Place, shape: tuple[int, ...]) -> Callable[[torch.dtype, Any], Tensor]:

@@ -8,22 +8,33 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.modeling_utils import PreTrainedModel
 
 from .checkpoint import TEXT_PREFIX, Checkpoint, check_loaded
+from .dense_bits import check_dense_config, quantize_dense
 from .experts import iter_experts
+from .hub_files import HUB_OPTIONS, fetch_part, upload
 from .load_plan import Layout, check_plan, make_plan
 from .loading import fill, report_vision
-from .placement import LoadState, apply_storage, collecting_later, current_load, loading, parse_size, serve_from_disk
-from .quantizer import K3Mxfp4Config, check_storage, is_released_block
-from .saving import Staging, check_nothing_is_lost, layout_to_write, released_items, vision_items
+from .placement import (
+    LoadState,
+    apply_storage,
+    collecting_later,
+    current_load,
+    disjoint,
+    is_nested,
+    loading,
+    parse_size,
+    serve_from_disk,
+)
+from .quantizer import K3Mxfp4Config, check_storage, is_released_block, loading_options, split_dense
+from .saving import Staging, check_nothing_is_lost, layout_to_write, released_items, report_recast, vision_items
 from .tensor_writer import write_checkpoint
 
-#: What says where a config comes from, for the library's loader and ours alike.
-_HUB = "cache_dir force_download proxies local_files_only token revision subfolder".split()
 #: Options of the loader that are attributes of a config as well.
 _LOADER = "dtype torch_dtype quantization_config".split()
 #: Options with which the library loads in its own way.
@@ -62,7 +73,8 @@ class K3Persistence(PreTrainedModel):
                 (expanded), or None: as stored if the checkpoint fits in memory, mapped otherwise.
             dequantize: expand MXFP4 experts to the model's dtype; the same as `expert_storage="dense"`.
             config: a config, or a name or path of one.
-            quantization_config: a K3Mxfp4Config states the last two options as well.
+            quantization_config: a K3Mxfp4Config, or its dictionary, states `expert_storage` and `dequantize` as well.
+                A BitsAndBytesConfig over MXFP4 experts is for the linear layers beside them.
 
         Raises:
             ValueError: `strict` and the tensors do not match (names the first few); a broken file; an unknown or
@@ -71,9 +83,10 @@ class K3Persistence(PreTrainedModel):
         """
         if kwargs.get("use_safetensors") is False:
             raise ValueError("use_safetensors=False is not allowed: weights are read from safetensors files only")
-        if is_released_block(quantization_config):
-            expert_storage = expert_storage or quantization_config.expert_storage
-            dequantize, quantization_config = dequantize or quantization_config.dequantize, None
+        options = loading_options(quantization_config)
+        if options is not None:
+            expert_storage = expert_storage or options.expert_storage
+            dequantize, quantization_config = dequantize or options.dequantize, None
         check_storage(expert_storage, dequantize)
         path = pretrained_model_name_or_path
         state = LoadState(
@@ -83,24 +96,41 @@ class K3Persistence(PreTrainedModel):
             max_memory=kwargs.get("max_memory"),
             device_map=kwargs.get("device_map"),
             path=path,
+            dense=None if options is None else options.dense,
+            has_dtype=any(kwargs.get(name) not in (None, "auto") for name in ("dtype", "torch_dtype")),
         )
         if not state.by_library:
             config = _own_config(cls, path, config, kwargs)
+            if quantization_config is not None:
+                state.dense, quantization_config = split_dense(quantization_config, config)
+                check_dense_config(state.dense)
             if config is not None and is_released_block(vars(config).get("quantization_config")):
                 config.quantization_config = _own_block(config.quantization_config, state.storage)
+            if not os.path.isdir(path) and config is not None:
+                path = fetch_part(path, config.num_hidden_layers, cls.can_generate(), kwargs) or path
             if os.path.isdir(path) and not (Path(path) / "adapter_config.json").is_file():
                 subfolder = kwargs.get("subfolder") or ""
                 state.checkpoint = Checkpoint.from_directory(path, subfolder, kwargs.get("variant"))
             kwargs["use_safetensors"] = True
+            if is_nested(state.device_map) and config is not None:
+                with torch.device("meta"):
+                    shell = cls(copy.deepcopy(config))
+                kwargs["device_map"] = state.device_map = disjoint(shell, state.device_map)
+        else:
+            _check_library_can(cls, path, config, state, kwargs)
         if quantization_config is not None:
             kwargs["quantization_config"] = quantization_config
         wants_info = kwargs.pop("output_loading_info", False)
         with loading(state), collecting_later():
             model, info = super().from_pretrained(path, *args, config=config, output_loading_info=True, **kwargs)
+        if path != pretrained_model_name_or_path:
+            model.name_or_path = model.config.name_or_path = pretrained_model_name_or_path
         if state.disk:
             serve_from_disk(model, state.disk)
         if strict:
             check_loaded(info, model, path)
+        if state.dense is not None:
+            quantize_dense(model, state.dense)
         return (model, info) if wants_info else model
 
     @staticmethod
@@ -126,12 +156,15 @@ class K3Persistence(PreTrainedModel):
         info = check_plan(plan, model, state)
         report_vision(state.checkpoint)
         fill(model, plan, load_config, state)
-        info.missing_keys -= set(state.disk)
+        info.missing_keys -= set(state.disk) - set(plan.tied)
+        plan.layout.keeps_dtypes = not state.has_dtype
         plan.layout.is_nested = model.config.released_config is not None
         model._k3_layout = model.base_model._k3_layout = plan.layout
         for file in state.checkpoint.files:
             file.forget_header()
-        return info, {name: {} for name in state.disk} or None
+        has_disk = "disk" in map(str, (load_config.device_map or {}).values())
+        # Empty where only mapped experts are on disk, for which the library needs no folder.
+        return info, {name: {} for name in state.disk} if has_disk else None
 
     def save_pretrained(
         self,
@@ -164,6 +197,11 @@ class K3Persistence(PreTrainedModel):
             NotADirectoryError: `save_directory` is a file.
         """
         limit = parse_size(max_shard_size, "max_shard_size")
+        if self.__dict__.get("_k3_dense_bits") is not None:
+            raise ValueError(
+                "the dense part is in bits of bitsandbytes, for which the checkpoint's layout has no place; allowed is "
+                "to save an adapter, or the model loaded without them"
+            )
         options = {"state_dict": state_dict, "max_shard_size": max_shard_size, "variant": variant, **kwargs}
         tensors = None if self._saves_by_library(kwargs) else dict(state_dict or self.state_dict())
         if tensors is None or any(hasattr(tensor, "full_tensor") for tensor in tensors.values()):
@@ -177,6 +215,7 @@ class K3Persistence(PreTrainedModel):
         layout = layout_to_write(self, self._k3_layout)
         items = list(released_items(self, tensors, layout, self._k3_disk))
         items += vision_items(layout) if vision else []
+        report_recast(items, layout)
         check_nothing_is_lost(target, layout, items, self.config.num_hidden_layers)
         target.mkdir(parents=True, exist_ok=True)
         with Staging(target) as staging:
@@ -191,7 +230,7 @@ class K3Persistence(PreTrainedModel):
             )
             staging.commit(variant)
         if push_to_hub:
-            _upload(target, kwargs)
+            upload(target, kwargs)
 
     def _saves_by_library(self, options: dict[str, Any]) -> bool:
         quantizer = self.__dict__.get("hf_quantizer")
@@ -233,12 +272,26 @@ def _own_config(cls: type, path: str | PathLike, config: Any, kwargs: dict[str, 
     adapter = Path(source) / "adapter_config.json"
     if adapter.is_file() and not (Path(source) / "config.json").is_file():
         source = json.loads(adapter.read_text())["base_model_name_or_path"]
-    hub = {name: kwargs[name] for name in _HUB if kwargs.get(name) is not None}
+    hub = {name: kwargs[name] for name in HUB_OPTIONS if kwargs.get(name) is not None}
     own = cls.config_class.from_pretrained(source, **hub)
     # Attributes of the config may be given beside the path, as in the library.
     for name in [name for name in kwargs if hasattr(own, name) and name not in (*_LOADER, *hub)]:
         setattr(own, name, kwargs.pop(name))
     return own
+
+
+def _check_library_can(cls: type, path: Any, config: Any, state: LoadState, kwargs: dict[str, Any]) -> None:
+    """Refuse the options that leave a load to the library where only our own reading gives what is asked for."""
+    used = [name for name in _BY_LIBRARY if kwargs.get(name) is not None] or ["no path"]
+    if state.storage in ("packed", "mapped"):
+        raise ValueError(f"expert_storage={state.storage!r} with {', '.join(used)}: allowed is 'dense' or None")
+    if path is not None and not kwargs.get("gguf_file"):
+        config = _own_config(cls, path, config, dict(kwargs))
+    if config is not None and is_released_block(vars(config).get("quantization_config")):
+        raise ValueError(
+            f"{', '.join(used)} with MXFP4 experts: the library, which reads then, cannot; load without, or convert "
+            "the checkpoint to bf16 first (k3 convert)"
+        )
 
 
 def _own_block(block: Any, storage: str | None) -> K3Mxfp4Config:
@@ -257,17 +310,3 @@ def _take_released_names(module: PreTrainedModel, state_dict: dict[str, Tensor],
         is_padded = name.endswith(".A_log") and given is not None and given.ndim == 1 and len(given) > len(parameter)
         if is_padded and not given[len(parameter) :].any():
             state_dict[name] = given[: len(parameter)]
-
-
-def _upload(folder: Path, options: dict[str, Any]) -> None:
-    """Upload a saved folder to the hub."""
-    from huggingface_hub import HfApi
-
-    api = HfApi(token=options.get("token"))
-    repo = api.create_repo(options.get("repo_id") or folder.name, exist_ok=True, private=options.get("private"))
-    api.upload_folder(
-        repo_id=repo.repo_id,
-        folder_path=folder,
-        commit_message=options.get("commit_message"),
-        create_pr=options.get("create_pr"),
-    )

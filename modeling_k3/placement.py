@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from .checkpoint import Checkpoint, canonical, layer_of
+from .checkpoint import EXPERT, Checkpoint, canonical, layer_of
 from .experts import iter_experts
 
 logger = logging.get_logger(__name__)
@@ -39,7 +39,10 @@ class LoadState:
         device_map: the user's; without one everything goes to the CPU.
         path: named in messages.
         checkpoint: the opened directory, as soon as it is known.
+        is_applied: the experts have the form they are loaded in.
+        has_dtype: the user chose a number format.
         disk: parameters that the device map leaves on disk, by name.
+        dense: BitsAndBytesConfig of the dense part, or None.
     """
 
     strict: bool = True
@@ -49,7 +52,10 @@ class LoadState:
     device_map: Any = None
     path: str | os.PathLike | None = None
     checkpoint: Checkpoint | None = None
+    is_applied: bool = False
+    has_dtype: bool = False
     disk: dict[str, Callable[[], Tensor]] = field(default_factory=dict)
+    dense: Any = None
 
 
 _STATE: ContextVar[LoadState | None] = ContextVar("k3_load_state", default=None)
@@ -116,6 +122,52 @@ def uses_accelerator(device_map: Any) -> bool:
     return any(str(value).partition(":")[0] not in ("cpu", "disk", "meta") for value in values)
 
 
+def is_nested(device_map: Any) -> bool:
+    """Whether a device map names a module and something inside it."""
+    keys = list(device_map) if isinstance(device_map, Mapping) else []
+    return any(_is_inside(key, other) for key in keys for other in keys)
+
+
+def _is_inside(name: str, owner: str) -> bool:
+    return name != owner and (owner == "" or name.startswith(f"{owner}."))
+
+
+def disjoint(model: nn.Module, device_map: Mapping[str, Any]) -> dict[str, Any]:
+    """Cut a nested device map into one whose modules lie side by side: for every module its longest key counts.
+
+    Hooks know no exceptions from what a module is mapped to.
+
+    Args:
+        model: its modules and parameters by name.
+        device_map: module name -> device; "" is the whole model.
+
+    Raises:
+        ValueError: a module would have to be cut that has parameters of its own.
+    """
+    result: dict[str, Any] = {}
+
+    def place(name: str, module: nn.Module, device: Any) -> None:
+        device = device_map.get(name, device)
+        inner = [key for key in device_map if _is_inside(key, name)]
+        if not inner:
+            if device is not None:
+                result[name] = device
+            return
+        own = [key for key, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))]
+        if own and device is not None:
+            raise ValueError(
+                f"device_map has {inner[0]!r} inside {name!r}, which has parameters of its own ({', '.join(own)}) and "
+                "cannot be cut; allowed are keys of modules without any"
+            )
+        for child, part in module.named_children():
+            place(f"{name}.{child}" if name else child, part, device)
+
+    place("", model, None)
+    known = dict(model.named_modules())
+    # What the model does not have is the library's to complain about.
+    return result | {key: device for key, device in device_map.items() if key not in known}
+
+
 def fit(state: LoadState) -> int:
     """Bytes that the load may fill: main memory, or the accelerators' memory where a device map may use them."""
     if state.max_memory is not None:
@@ -132,11 +184,26 @@ def apply_storage(model: nn.Module, checkpoint: Checkpoint, state: LoadState) ->
         model: on the meta device; changed.
         checkpoint: what will be loaded.
         state: `state.storage` is filled in where it is None.
+
+    Raises:
+        ValueError: packed experts were asked for, and some are stored dense.
     """
+    if state.is_applied:
+        return
+    state.is_applied = True
     modules = {layer_of(canonical(name) + "."): module for name, module in iter_experts(model)}
     packed = checkpoint.packed_layers
     if state.storage is None:
         state.storage = _choose(modules, packed, checkpoint, state)
+    elif state.storage == "packed":
+        dense = [name for name in checkpoint.where if name.endswith(".w1.weight") and EXPERT.fullmatch(canonical(name))]
+        layers = sorted({layer_of(canonical(name)) for name in dense} & modules.keys())
+        if layers:
+            raise ValueError(
+                f"expert_storage='packed', but the experts of layers {layers[:5]}{', ...' if layers[5:] else ''} are "
+                "stored dense, and loading packs nothing: convert the checkpoint to MXFP4 first (k3 convert), or take "
+                "'dense', 'mapped' or None, which keeps what is stored"
+            )
     for layer, module in modules.items():
         if state.storage == "packed" and layer not in packed:
             continue

@@ -15,6 +15,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import Mxfp4Config
 
 from .checkpoint import Checkpoint
+from .dense_bits import check_dense_config, is_dense_config
 from .placement import STORAGES, apply_storage, current_load
 
 METHOD = "k3_mxfp4"
@@ -74,19 +75,27 @@ class K3Mxfp4Config(Mxfp4Config):
         expert_storage: "packed", "mapped", "dense" (the same as `dequantize=True`), or None: packed if the checkpoint
             fits in memory, mapped otherwise.
         block: the block as read from a file; None for the released one.
+        dense: a BitsAndBytesConfig for the linear layers outside of the experts, carried out while loading; None
+            leaves them in the model's dtype.
 
     Raises:
         ValueError: an unknown `expert_storage`, or one that contradicts `dequantize`.
     """
 
     def __init__(
-        self, dequantize: bool = False, expert_storage: str | None = None, block: dict[str, Any] | None = None
+        self,
+        dequantize: bool = False,
+        expert_storage: str | None = None,
+        block: dict[str, Any] | None = None,
+        dense: Any = None,
     ) -> None:
         check_storage(expert_storage, dequantize)
+        check_dense_config(dense)
         super().__init__(dequantize=dequantize or expert_storage == "dense")
         self.quant_method = METHOD
         self.expert_storage = "dense" if self.dequantize else expert_storage
         self.block = deepcopy(RELEASED_BLOCK if block is None else block)
+        self.dense = dense
 
     @classmethod
     def from_dict(
@@ -126,6 +135,36 @@ def is_released_block(block: Any) -> bool:
     if not isinstance(block, dict):
         return getattr(block, "quant_method", None) == METHOD
     return block.get("quant_method") in (RELEASED_METHOD, METHOD) and block.get("format") == RELEASED_FORMAT
+
+
+def loading_options(given: Any) -> K3Mxfp4Config | None:
+    """Read a user's `quantization_config`, an object or its dictionary; None if it is not about MXFP4 as released.
+
+    Raises:
+        TypeError: a dictionary with options that K3Mxfp4Config does not have.
+        ValueError: see K3Mxfp4Config.
+    """
+    if not isinstance(given, dict):
+        return given if is_released_block(given) else None
+    if "format" not in given and given.get("quant_method") == METHOD:
+        return K3Mxfp4Config(**{name: value for name, value in given.items() if name != "quant_method"})
+    if not is_released_block(given):
+        return None
+    return K3Mxfp4Config(**{name: given[name] for name in ("dequantize", "expert_storage") if name in given})
+
+
+def split_dense(given: Any, config: Any) -> tuple[Any, Any]:
+    """Read a BitsAndBytesConfig over a checkpoint with MXFP4 experts as one for the rest of it.
+
+    Args:
+        given: a user's `quantization_config`.
+        config: the model's.
+
+    Returns:
+        What is for the dense part, and what is left for the library.
+    """
+    is_packed = config is not None and is_released_block(vars(config).get("quantization_config"))
+    return (given, None) if is_packed and is_dense_config(given) else (None, given)
 
 
 class K3Mxfp4Quantizer(HfQuantizer):

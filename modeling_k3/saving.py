@@ -4,24 +4,31 @@ What a directory gets as config.json: a model that was read from the released la
 dictionary (outer `kimi_k3`, its `text_config`, the quantisation block at the level where it stood; no `auto_map`) and
 tensors with the prefix `language_model.`; every other model writes a flat dictionary (`model_type` "k3") and plain
 names. `config.released_config = None` before saving asks for flat. Padding that was read is written back, experts are
-written in the form they are in: MXFP4 bytes, or plain matrices after `dequantize=True`.
+written in the form they are in: MXFP4 bytes, or plain matrices after `dequantize=True`. A tensor that the file has in
+another number format than the model goes back as it is stored, unless it was changed or the user chose a dtype.
 """
 
+import fcntl
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.utils import logging
 
-from .checkpoint import TEXT_PREFIX, canonical, is_vision
+from .checkpoint import TEXT_PREFIX, add_variant, canonical, is_vision
 from .experts import iter_experts
 from .load_plan import Layout
-from .tensor_files import DTYPE_NAMES, INDEX_NAME, SINGLE_NAME
-from .tensor_writer import Item, sync_directory
+from .tensor_files import DTYPE_NAMES, DTYPES, INDEX_NAME, SINGLE_NAME
+from .tensor_writer import STAGING, Item, sync_directory
+
+logger = logging.get_logger(__name__)
 
 _WEIGHTS = re.compile(r"model(\..+)?(-\d{5}-of-\d{5,6})?\.safetensors(\.index\.json)?")
 
@@ -36,12 +43,10 @@ def layout_to_write(model: nn.Module, layout: Layout | None) -> Layout:
     is_nested = model.config.released_config is not None
     read = layout if layout is not None else Layout(prefix=TEXT_PREFIX if is_nested else "", decoder="")
     is_decoder = model.base_model is model
-    return Layout(
-        prefix="" if read.is_nested and not is_nested else read.prefix,
-        decoder=read.decoder if is_decoder else "model.",
-        padded=read.padded,
-        checkpoint=read.checkpoint,
-    )
+    prefix = "" if read.is_nested and not is_nested else read.prefix
+    decoder = read.decoder if is_decoder else "model."
+    is_same = (prefix, decoder) == (read.prefix, read.decoder)
+    return replace(read, prefix=prefix, decoder=decoder, odd=read.odd if is_same else {})
 
 
 def released_items(
@@ -56,24 +61,49 @@ def released_items(
         disk: parameters that a device map left on disk.
     """
     tied = getattr(model, "all_tied_weights_keys", None) or {}
+    if layout.tied is None:
+        spared = set(tied)
+    else:
+        spared = {name for name in (*tied, *tied.values()) if canonical(name) in layout.tied}
     stacks = {f"{name}.": module for name, module in iter_experts(model)}
-
-    def spell(name: str) -> str:
-        short = canonical(name)
-        is_decoder = canonical(f"model.{short}") == short
-        return layout.prefix + (layout.decoder if is_decoder else "") + short
-
     for prefix, module in stacks.items():
         own = {name: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
         for name, matrix in module.released(own, prefix):
             make = _from_stack(module, prefix, name, disk) if matrix.is_meta else (lambda matrix=matrix: matrix)
-            yield Item(spell(name), DTYPE_NAMES[matrix.dtype], tuple(matrix.shape), make)
+            item = Item(layout.spell(canonical(name)), DTYPE_NAMES[matrix.dtype], tuple(matrix.shape), make)
+            yield _as_stored(item, layout, matrix.is_meta)
     for name, tensor in tensors.items():
-        if name in tied or any(name.startswith(prefix) for prefix in stacks):
+        if name in spared or any(name.startswith(prefix) for prefix in stacks):
             continue
         length = layout.padded.get(canonical(name))
         shape = tuple(tensor.shape) if length is None else (length,)
-        yield Item(spell(name), DTYPE_NAMES[tensor.dtype], shape, _padded(name, tensor, length, disk))
+        make = _padded(name, tensor, length, disk)
+        item = Item(layout.spell(canonical(name)), DTYPE_NAMES[tensor.dtype], shape, make)
+        yield _as_stored(item, layout, tensor.is_meta)
+
+
+def _as_stored(item: Item, layout: Layout, is_on_disk: bool) -> Item:
+    """The file's own tensor in the place of one that was rounded or widened from it and never changed since."""
+    (file, entry), dtype = layout.recast.get(canonical(item.name), ((None, None), None))
+    if file is None or not layout.keeps_dtypes or DTYPES[item.dtype] != dtype:
+        return item
+    if not is_on_disk:
+        read, own = file.read(entry).to(dtype), item.make().detach().to("cpu").contiguous()
+        # By bytes: not-a-number equals nothing.
+        if not torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in (read, own))):
+            return item
+    return Item(item.name, entry.dtype, entry.shape, lambda: file.read(entry))
+
+
+def report_recast(items: Sequence[Item], layout: Layout) -> None:
+    """Say in one line that tensors are written in another number format than the file has."""
+    stored = {item.name: layout.recast.get(canonical(item.name)) for item in items}
+    others = [item for item in items if stored[item.name] and item.dtype != stored[item.name][0][1].dtype]
+    if others:
+        logger.warning(
+            f"{len(others)} tensors are saved in another number format than they were read in "
+            f"({others[0].name} as {others[0].dtype}, ...): dtype was chosen while loading, or they were changed"
+        )
 
 
 def _padded(name: str, tensor: Tensor, length: int | None, disk: Mapping[str, Tensor]) -> Callable[[], Tensor]:
@@ -138,31 +168,39 @@ def check_nothing_is_lost(target: Path, layout: Layout, items: Sequence[Item], d
 class Staging:
     """A hidden folder inside the target; `commit` moves its files into place, weights last.
 
-    A reader sees the old checkpoint, or none (an index or single file is the last thing to appear), or the new one.
-    Files that are mapped by a loaded model are replaced, never written to.
+    A reader sees the old checkpoint, or none (an index or single file is the first thing to go and the last to appear),
+    or the new one. Files that are mapped by a loaded model are replaced, never written to. The folder is locked while
+    its process lives, so that the next save into the same target removes what a killed one left, and nothing else.
     """
 
     def __init__(self, target: Path) -> None:
         self.target = target
-        self.path = target / f".saving-{os.getpid()}"
 
     def __enter__(self) -> "Staging":
-        shutil.rmtree(self.path, ignore_errors=True)
-        self.path.mkdir(parents=True)
+        for left in self.target.glob(STAGING + "*"):
+            lock = _lock(left)
+            if lock is not None:
+                shutil.rmtree(left, ignore_errors=True)
+                os.close(lock)
+        self.path = Path(tempfile.mkdtemp(prefix=f"{STAGING}{os.getpid()}-", dir=self.target))
+        self._lock = _lock(self.path)
         return self
 
     def __exit__(self, *failure: object) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
 
     def commit(self, variant: str | None = None) -> None:
         """Move everything into place and remove what is left of an earlier checkpoint of the same variant."""
-        single, index = (_named(name, variant) for name in (SINGLE_NAME, INDEX_NAME))
+        single, index = (add_variant(name, variant) for name in (SINGLE_NAME, INDEX_NAME))
         new = sorted(path.name for path in self.path.iterdir())
         last = [name for name in new if name in (single, index)]
         old = [path.name for path in self.target.iterdir() if _is_weights(path.name, variant)]
         # Gone before anything new appears: a new config beside old weights would load without a word.
         for name in (single, index):
             (self.target / name).unlink(missing_ok=True)
+        sync_directory(self.target)
         for name in [name for name in new if name not in last] + last:
             self._replace(name)
         for name in old:
@@ -177,10 +215,21 @@ class Staging:
         os.replace(source, target)
 
 
+def _lock(folder: Path) -> int | None:
+    """Lock a folder until its descriptor is closed or the process ends; None where that is not to be had."""
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        # Another process saves there, or a file system without locks, where nothing can be said to be left over.
+        os.close(handle)
+        return None
+    return handle
+
+
 def _is_weights(name: str, variant: str | None) -> bool:
     found = _WEIGHTS.fullmatch(name)
     return found is not None and found[1] == (None if variant is None else f".{variant}")
-
-
-def _named(name: str, variant: str | None) -> str:
-    return name if variant is None else name.replace("model.", f"model.{variant}.", 1)

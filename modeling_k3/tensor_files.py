@@ -8,6 +8,12 @@ memory, and lays out one Python object for each tensor, of which the release has
   the file.
 
 Format: 8 bytes little-endian header length, a JSON header, then the data. Every range is checked before it is used.
+
+A file is opened once and read through that one descriptor. Another file put in its place (a rename, as every careful
+tool writes) is therefore never seen: the model keeps the bytes it was loaded from. A file written to in place, or cut,
+has another size or time of change, and the next read, new map or forward that uses its experts is an error. Not seen:
+a writer that sets the time back or writes through its own map before the system notes the time, a change in the middle
+of a forward (cut, the system ends the process with SIGBUS), and one below parameters that are views on the file.
 """
 
 import json
@@ -16,6 +22,7 @@ import mmap
 import os
 import sys
 import warnings
+import weakref
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
@@ -63,14 +70,39 @@ class TensorFile:
 
     Args:
         path: the file.
+        stamp: its size in bytes and time of change in ns as they were seen earlier; None to take what is there now.
 
     Raises:
         FileNotFoundError: there is none.
-        ValueError: the file is truncated, too long, or its header is not what the format says.
+        ValueError: the file is truncated, too long, not the one that was seen, or its header is not what the format
+            says.
     """
 
-    def __init__(self, path: str | os.PathLike) -> None:
+    def __init__(self, path: str | os.PathLike, stamp: tuple[int, int] | None = None) -> None:
         self.path = Path(path)
+        if stamp is None and self.path.exists():
+            stamp = _stamp(os.stat(self.path))
+        self._stamp = stamp
+
+    @cached_property
+    def _handle(self) -> int:
+        handle = os.open(self.path, os.O_RDONLY)
+        weakref.finalize(self, os.close, handle)
+        self._stamp = self._stamp or _stamp(os.fstat(handle))
+        return handle
+
+    def check_unchanged(self) -> None:
+        """Refuse a file that is not the one that was seen first.
+
+        Raises:
+            ValueError: it has another size or time of change.
+        """
+        found = _stamp(os.fstat(self._handle))
+        if found != self._stamp:
+            raise ValueError(
+                f"{self.path} was changed after it was first looked at: (bytes, ns) {self._stamp} then, {found} now; "
+                "load the model again"
+            )
 
     @cached_property
     def entries(self) -> dict[str, Entry]:
@@ -84,7 +116,8 @@ class TensorFile:
 
     @cached_property
     def _header(self) -> tuple[dict[str, Entry], dict[str, str]]:
-        return _read_header(self.path)
+        self.check_unchanged()
+        return _read_header(self.path, self._handle)
 
     def forget_header(self) -> None:
         """Drop the list of tensors; it is read again when asked for."""
@@ -93,8 +126,8 @@ class TensorFile:
 
     @cached_property
     def _fixed(self) -> mmap.mmap:
-        with open(self.path, "rb") as file:
-            return mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        self.check_unchanged()
+        return mmap.mmap(self._handle, 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
 
     @cached_property
     def _flat(self) -> Tensor:
@@ -105,10 +138,10 @@ class TensorFile:
 
     @cached_property
     def _private(self) -> mmap.mmap | None:
+        self.check_unchanged()
         flags = mmap.MAP_PRIVATE | _NORESERVE
         try:
-            with open(self.path, "rb") as file:
-                return mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+            return mmap.mmap(self._handle, 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         except OSError:
             # A system that reserves memory for every writable map and has too little: copies then.
             return None
@@ -126,6 +159,7 @@ class TensorFile:
 
     def view(self, entry: Entry) -> Tensor:
         """A zero-copy tensor that may be written to (the file never changes); a copy where that is impossible."""
+        self.check_unchanged()
         dtype = entry.torch_dtype
         if entry.nbytes == 0 or entry.start % dtype.itemsize or self._private is None:
             return self.read(entry)
@@ -142,22 +176,18 @@ class TensorFile:
         """Fill `out` (contiguous, on the CPU, same number of bytes) without mapping the file.
 
         Raises:
-            ValueError: another size, or the file ends early.
+            ValueError: another size, or the file was changed.
         """
         if out.nbytes != entry.nbytes or not out.is_contiguous() or out.device.type != "cpu":
             raise ValueError(f"out has {out.nbytes} bytes on {out.device}; needed are {entry.nbytes} contiguous on cpu")
-        target = memoryview(out.detach().reshape(-1).view(torch.uint8).numpy()) if entry.nbytes else memoryview(b"")
-        with open(self.path, "rb", buffering=0) as file:
-            file.seek(entry.start)
-            done = 0
-            while done < entry.nbytes:
-                count = file.readinto(target[done:])
-                if not count:
-                    raise ValueError(f"{self.path} ends at byte {entry.start + done}, inside a tensor")
-                done += count
+        self.check_unchanged()
+        if entry.nbytes:
+            target = memoryview(out.detach().reshape(-1).view(torch.uint8).numpy())
+            _read_at(self.path, self._handle, entry.start, target)
 
     def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Ask the system to bring byte ranges into memory in the background."""
+        """Check that the file is what it was, and ask the system to bring byte ranges into memory in the background."""
+        self.check_unchanged()
         page = mmap.PAGESIZE
         for start, stop in ranges:
             first = start // page * page
@@ -167,19 +197,33 @@ class TensorFile:
         # A file is not copied with the model that looks into it.
         return self
 
-    def __reduce__(self) -> tuple[type, tuple[str]]:
-        return TensorFile, (str(self.path),)
+    def __reduce__(self) -> tuple[type, tuple[str, tuple[int, int] | None]]:
+        return TensorFile, (str(self.path), self._stamp)
 
 
-def _read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
-    """Read and check the header of one file."""
-    size = path.stat().st_size
-    with open(path, "rb") as file:
-        prefix = file.read(8)
-        length = int.from_bytes(prefix, "little")
-        if len(prefix) < 8 or length > min(_MAX_HEADER, size - 8):
-            raise ValueError(f"{path} is truncated or no safetensors file: {size} bytes, header of {length} announced")
-        raw = file.read(length)
+def _stamp(status: os.stat_result) -> tuple[int, int]:
+    return status.st_size, status.st_mtime_ns
+
+
+def _read_at(path: Path, handle: int, start: int, target: bytearray | memoryview) -> None:
+    """Fill `target` from byte `start` on; no file position is shared with other threads or forked processes."""
+    view, done = memoryview(target), 0
+    while done < len(view):
+        count = os.preadv(handle, [view[done:]], start + done)
+        if not count:
+            raise ValueError(f"{path} is truncated: it ends at byte {start + done}, inside what was announced")
+        done += count
+
+
+def _read_header(path: Path, handle: int) -> tuple[dict[str, Entry], dict[str, str]]:
+    """Read and check the header of one open file."""
+    size = os.fstat(handle).st_size
+    prefix = os.pread(handle, 8, 0)
+    length = int.from_bytes(prefix, "little")
+    if len(prefix) < 8 or length > min(_MAX_HEADER, size - 8):
+        raise ValueError(f"{path} is truncated or no safetensors file: {size} bytes, header of {length} announced")
+    raw = bytearray(length)
+    _read_at(path, handle, 8, raw)
     try:
         header = json.loads(raw, object_pairs_hook=_without_duplicates)
     except ValueError as error:

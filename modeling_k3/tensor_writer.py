@@ -17,6 +17,8 @@ from torch import Tensor
 from .tensor_files import DTYPE_NAMES, DTYPES, INDEX_NAME, SINGLE_NAME
 
 PARTIAL = ".partial"
+#: What the name of a folder begins with in which a save stands until it is complete.
+STAGING = ".saving-"
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ def write_shard(
     items: Sequence[Item],
     metadata: dict[str, str] | None = None,
     progress: Callable[[int], None] | None = None,
+    tap: Callable[[bytes | memoryview], None] | None = None,
 ) -> None:
     """Write one file; it appears under its name when it is complete and on the disk.
 
@@ -78,6 +81,7 @@ def write_shard(
         items: its tensors, laid out in the order that aligns them: wide number formats first.
         metadata: free text for the header.
         progress: called with the number of bytes after each tensor.
+        tap: called with all bytes of the file, piece by piece as they are written, such as for a checksum.
 
     Raises:
         ValueError: a tensor that is not what its item said.
@@ -93,8 +97,14 @@ def write_shard(
     text += b" " * (-len(text) % 8)
     partial = path.with_name(path.name + PARTIAL)
     with open(partial, "wb", buffering=1 << 20) as file:
-        file.write(len(text).to_bytes(8, "little"))
-        file.write(text)
+
+        def put(piece: bytes | memoryview) -> None:
+            file.write(piece)
+            if tap is not None:
+                tap(piece)
+
+        put(len(text).to_bytes(8, "little"))
+        put(text)
         for item in ordered:
             tensor = item.make().detach()
             if tuple(tensor.shape) != item.shape or DTYPE_NAMES.get(tensor.dtype) != item.dtype:
@@ -103,7 +113,7 @@ def write_shard(
                 )
             if item.nbytes:
                 plain = tensor.to("cpu").contiguous().reshape(-1).view(torch.uint8)
-                file.write(memoryview(plain.numpy()))
+                put(memoryview(plain.numpy()))
             if progress is not None:
                 progress(item.nbytes)
         file.flush()

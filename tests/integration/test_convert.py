@@ -1,11 +1,6 @@
-"""`k3 convert`: every conversion and its way back, resumed after a kill at any moment."""
+"""`k3 convert`: every conversion and its way back."""
 
 import json
-import multiprocessing
-import os
-import random
-import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +15,7 @@ from modeling_k3.conversion.cli import app
 from modeling_k3.conversion.convert import Options, convert
 from modeling_k3.conversion.tiny import make_tiny
 from modeling_k3.conversion.verify import verify
-from tests.checkpoints import INDEX, change, copy_of, edit_index, read_directory, released
+from tests.checkpoints import change, copy_of, edit_index, read_directory, released
 
 CASES = ("mxfp4_release", "mxfp4_release_wide")
 IDS = torch.tensor([[5, 3, 5, 8, 9, 7, 9]])
@@ -220,93 +215,3 @@ def test_commands(tmp_path: Path) -> None:
     wrong = run(app, ["flat", str(tmp_path / "a"), str(tmp_path / "other")])
     assert wrong.exit_code == 2
     assert "exists already" in wrong.output
-
-
-# -- kills ----------------------------------------------------------------------------------------------------------
-
-# Children are forked from a server that has imported everything: a kill must meet the conversion, not the imports.
-_SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["tests.integration.test_convert"])
-_ARGUMENTS = ("--max-shard-size", "30KB")
-
-
-def _command(target: str, name: str | None, count: int, calls: Any) -> None:
-    """`k3 convert dequantize` in a process that dies by SIGKILL before the n-th call of a function of `os`."""
-    torch.set_num_threads(1)
-    for each in ("fsync", "replace"):
-        setattr(os, each, _counted(getattr(os, each), calls[each], count if each == name else 0))
-    app(["dequantize", str(released()), target, *_ARGUMENTS], standalone_mode=False)
-
-
-def _counted(real: Any, calls: Any, deadly: int) -> Any:
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        calls.value += 1
-        if calls.value == deadly:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return real(*args, **kwargs)
-
-    return counted
-
-
-def start(target: Path, name: str | None = None, count: int = 0) -> tuple[Any, dict[str, Any]]:
-    calls = {each: _SERVER.Value("i", 0, lock=False) for each in ("fsync", "replace")}
-    process = _SERVER.Process(target=_command, args=(str(target), name, count, calls))
-    process.start()
-    return process, calls
-
-
-def finish(process: Any) -> int:
-    process.join()
-    return process.exitcode
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, bytes], dict[str, int]]:
-    """What a run that nobody disturbs writes, and how often it calls each function."""
-    target = tmp_path_factory.mktemp("undisturbed") / "out"
-    process, calls = start(target)
-    assert finish(process) == 0
-    assert (target / INDEX).is_file()
-    return contents(target), {name: value.value for name, value in calls.items()}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["fsync", "replace"])
-@pytest.mark.parametrize("count", [1, 2, 3, 8, 0, -1])
-def test_killed_between_write_fsync_and_rename(
-    name: str, count: int, undisturbed: tuple[dict[str, bytes], dict[str, int]], tmp_path: Path
-) -> None:
-    """0 and -1 count from the end: before the last call and before the one before it."""
-    expected, calls = undisturbed
-    count = count if count > 0 else calls[name] + count
-    target = tmp_path / "out"
-    assert finish(start(target, name, count)[0]) == -signal.SIGKILL
-    # The last thing to be flushed is the parent of the renamed folder.
-    assert target.exists() == (name == "fsync" and count == calls[name])
-    assert not target.exists() or contents(target) == expected
-    assert finish(start(target)[0]) == 0
-    assert contents(target) == expected
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-@pytest.mark.slow
-def test_killed_at_random_moments(undisturbed: tuple[dict[str, bytes], dict[str, int]], tmp_path: Path) -> None:
-    """Twenty kills, some of the run that follows a killed one: in the end everything is always the same."""
-    expected, _ = undisturbed
-    moments, killed = random.Random(0), 0
-    for attempt in range(100):
-        target = tmp_path / str(attempt) / "out"
-        target.parent.mkdir()
-        for _ in range(2):
-            process, calls = start(target)
-            while not calls["replace"].value and process.is_alive():
-                time.sleep(0.001)
-            time.sleep(moments.uniform(0, 0.1))
-            process.kill()
-            killed += finish(process) == -signal.SIGKILL
-            assert not target.exists() or contents(target) == expected
-        assert finish(start(target)[0]) == 0
-        assert contents(target) == expected
-        if killed >= 20:
-            break
-    assert killed >= 20

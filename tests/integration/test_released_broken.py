@@ -47,8 +47,28 @@ def test_a_file_without_a_tensor_of_the_index(broken: Path) -> None:
     lost = f"{EXPERT}.weight_scale"
     file = broken / json.loads((broken / INDEX).read_text())["weight_map"][lost]
     write_file(file, {name: raw for name, raw in read_file(file).items() if name != lost})
-    with pytest.raises(ValueError, match=r"missing.*experts\.3\.w1\.weight_scale"):
+    with pytest.raises(ValueError, match=r" 1 missing: \S*experts\.3\.w1\.weight_scale\."):
         K3ForCausalLM.from_pretrained(broken)
+
+
+@pytest.mark.parametrize("is_listed", [False, True])
+def test_every_missing_tensor_is_named_once(is_listed: bool, broken: Path) -> None:
+    for name in ("lm_head.weight", "model.norm.weight"):
+        lost = f"language_model.{name}"
+        weight_map = json.loads((broken / INDEX).read_text())["weight_map"]
+        change(broken, lambda found, raw, lost=lost: {} if found == lost else {found: raw})
+        if is_listed:
+            edit_index(broken, lambda each, lost=lost, file=weight_map[lost]: each.update({lost: file}))
+    with pytest.raises(ValueError, match=r" 2 missing: lm_head\.weight, model\.norm\.weight\."):
+        K3ForCausalLM.from_pretrained(broken)
+
+
+@pytest.mark.parametrize("storage", ["packed", "mapped", "dense"])
+def test_wrong_number_formats_are_named(storage: str, broken: Path) -> None:
+    name = f"{EXPERT}.weight_scale"
+    change(broken, lambda found, raw: {found: zeros("I8", *raw.shape) if found == name else raw})
+    with pytest.raises(ValueError, match=r"experts\.3\.w1\.weight_scale stored as I8 instead of U8"):
+        K3ForCausalLM.from_pretrained(broken, expert_storage=storage)
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,17 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, pipeline
 
-from modeling_k3 import K3ForCausalLM, K3Model
+from modeling_k3 import K3ForCausalLM, K3Model, K3Tokenizer
+from tests.chat_data import released_folder
 from tests.checkpoints import (
     INDEX,
     MIXED,
@@ -187,6 +189,59 @@ def test_fewer_layers_need_fewer_files(tmp_path: Path) -> None:
     assert torch.equal(logits(model), logits(whole))
 
 
+@pytest.mark.parametrize("subfolder", ["", "inner"])
+def test_fewer_layers_fetch_fewer_files(subfolder: str, tmp_path: Path) -> None:
+    """From the hub, here a local cache that has nothing else, only the files come that are needed."""
+    weight_map = json.loads((released() / INDEX).read_text())["weight_map"]
+    needed = {
+        file for name, file in weight_map.items() if re.search(r"layers\.[0-1]\.|embed|\.norm\.|lm_head|output_", name)
+    }
+    assert len(needed) < len(set(weight_map.values()))
+    repo = tmp_path / "models--someone--k3"
+    snapshot = repo / "snapshots" / "0123456789"
+    (snapshot / subfolder).mkdir(parents=True)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text("0123456789")
+    for file in ("config.json", INDEX, *needed):
+        shutil.copy(released() / file, snapshot / subfolder / file)
+    (snapshot / subfolder / "generation_config.json").write_text('{"max_new_tokens": 3}')
+    options = {"cache_dir": tmp_path, "local_files_only": True, "subfolder": subfolder}
+    with pytest.raises(OSError, match=r"safetensors"):
+        K3ForCausalLM.from_pretrained("someone/k3", **options)
+    for entrance in (K3ForCausalLM, AutoModelForCausalLM):
+        model = entrance.from_pretrained("someone/k3", num_hidden_layers=2, **options)
+        assert model.name_or_path == model.config.name_or_path == "someone/k3"
+        small = entrance.from_pretrained(released(), num_hidden_layers=2)
+        assert torch.equal(logits(model), logits(small))
+        assert model.generation_config.max_new_tokens == 3
+
+
+@pytest.mark.parametrize("options", [{}, {"expert_storage": "mapped"}, {"device_map": MIXED}])
+def test_pipeline_on_a_released_directory(options: dict, tmp_path: Path) -> None:
+    """Weights, config and rank file as a release lays them out, and nothing else."""
+    model = K3ForCausalLM.from_pretrained(released())
+    torch.manual_seed(0)
+    model.resize_token_embeddings(856, mean_resizing=False)
+    model.save_pretrained(tmp_path, vision=True, max_shard_size="200KB")
+    released_folder(tmp_path)
+    (tmp_path / "generation_config.json").unlink()
+    device_map = {"device_map": options["device_map"]} if "device_map" in options else {"model_kwargs": options}
+    generate = pipeline("text-generation", model=str(tmp_path), **device_map)
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "kimi_k3"
+    assert type(generate.model) is K3ForCausalLM
+    assert type(generate.tokenizer) is K3Tokenizer
+    wanted = {"max_new_tokens": 6, "do_sample": False}
+    messages = [{"role": "user", "content": "Where is the key?"}]
+    for given in ("The key is", messages):
+        found = generate(given, return_tensors=True, **wanted)[0]["generated_token_ids"]
+        prompt = generate.tokenizer(given) if given != messages else generate.tokenizer.apply_chat_template(given)
+        ids = torch.tensor([prompt["input_ids"]])
+        assert found == model.generate(ids, attention_mask=torch.ones_like(ids), **wanted)[0].tolist()
+    assert generate("The key is", **wanted)[0]["generated_text"].startswith("The key is")
+    *_, answer = generate(messages, **wanted)[0]["generated_text"]
+    assert answer["role"] == "assistant"
+
+
 def test_tied_embeddings(broken: Path, tmp_path: Path) -> None:
     edit_config(broken, lambda config: config["text_config"].update(tie_word_embeddings=True))
     change(broken, lambda name, raw: {} if "lm_head" in name else {name: raw})
@@ -198,6 +253,29 @@ def test_tied_embeddings(broken: Path, tmp_path: Path) -> None:
     tied = K3ForCausalLM.from_pretrained(tmp_path / "saved")
     assert tied.lm_head.weight is tied.model.embed_tokens.weight
     assert torch.equal(logits(tied), logits(model))
+
+
+@pytest.mark.parametrize("kept", ["language_model.lm_head.weight", "language_model.model.embed_tokens.weight", None])
+def test_tied_embeddings_in_two_places(kept: str | None, broken: Path, tmp_path: Path) -> None:
+    """One of the two modules that share a matrix is on disk; whichever of the names the file has."""
+    edit_config(broken, lambda config: config["text_config"].update(tie_word_embeddings=True))
+    matrix = read_directory(broken)[kept or "language_model.lm_head.weight"]
+
+    def share(name: str, raw: Raw) -> dict[str, Raw]:
+        is_shared = name.endswith(("lm_head.weight", "embed_tokens.weight"))
+        return {name: matrix if is_shared else raw} if not is_shared or kept in (name, None) else {}
+
+    change(broken, share)
+    expected = logits(K3ForCausalLM.from_pretrained(broken))
+    for one, other in (("cpu", "disk"), ("disk", "cpu"), ("disk", "disk")):
+        device_map = {"model": "cpu", "model.embed_tokens": one, "lm_head": other}
+        model, info = K3ForCausalLM.from_pretrained(broken, device_map=device_map, output_loading_info=True)
+        assert not any(info.values())
+        for _ in range(2):
+            assert torch.equal(logits(model), expected)
+        model.save_pretrained(tmp_path / "saved")
+        assert read_directory(tmp_path / "saved") == text_of(read_directory(broken))
+        assert torch.equal(logits(K3ForCausalLM.from_pretrained(tmp_path / "saved")), expected)
 
 
 def test_a_new_head_on_packed_experts(tmp_path: Path) -> None:

@@ -14,14 +14,18 @@ from transformers import AutoModelForCausalLM
 from modeling_k3 import K3ForCausalLM, saving
 from tests.checkpoints import (
     MIXED,
+    Raw,
+    change,
     copy_of,
     read_directory,
     released,
     text_of,
+    zeros,
 )
 
 CASES = ("mxfp4_release", "mxfp4_release_wide")
 EXPERT = "language_model.model.layers.2.block_sparse_moe.experts.3.w1"
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]])
 
 
@@ -111,6 +115,81 @@ def test_a_commit_cut_short_leaves_no_new_config_beside_old_weights(
         smaller.save_pretrained(target)
     with pytest.raises(OSError, match="has neither"):
         K3ForCausalLM.from_pretrained(target)
+
+
+@pytest.mark.parametrize("odd", ["language_model.model.norm.weight", f"{EXPERT}.weight_scale"])
+@pytest.mark.parametrize("prefix", ["", "model.", "language_model."])
+def test_odd_names_stay_odd(odd: str, prefix: str, broken: Path, tmp_path: Path, expected: Tensor) -> None:
+    """A tensor with another prefix than the rest keeps it, and does not pass it on."""
+    other = prefix + odd.removeprefix("language_model.model.")
+    change(broken, lambda name, raw: {other if name == odd else name: raw})
+    model = K3ForCausalLM.from_pretrained(broken)
+    assert torch.equal(logits(model), expected)
+    model.save_pretrained(tmp_path / "saved", vision=True)
+    assert read_directory(tmp_path / "saved") == read_directory(broken)
+    model.config.released_config = None
+    model.save_pretrained(tmp_path / "flat")
+    plain = {name.removeprefix("language_model.") for name in text_of(read_directory(released()))}
+    assert read_directory(tmp_path / "flat").keys() == plain
+
+
+#: Tensors that the miniature has in bfloat16 or float32, and the format they are given.
+OTHERS = {"model.norm.weight": "F32", "layers.2.self_attn.o_proj.weight": "F16", "layers.4.self_attn.A_log": "BF16"}
+
+
+def recast(name: str, raw: Raw) -> dict[str, Raw]:
+    """Some tensors in a number format that the model has not, with values that it cannot hold."""
+    found = [dtype for ending, dtype in OTHERS.items() if name.endswith(ending)]
+    if not found:
+        return {name: raw}
+    values = torch.frombuffer(bytearray(raw.data), dtype=DTYPES[raw.dtype]).float() * 1.0001
+    return {name: Raw(found[0], raw.shape, values.to(DTYPES[found[0]]).view(torch.uint8).numpy().tobytes())}
+
+
+@pytest.mark.parametrize("options", [{}, {"device_map": {"": "disk"}}], ids=["resident", "disk"])
+def test_number_formats_go_back_as_they_are_stored(
+    options: dict, broken: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    change(broken, recast)
+    source, before = read_directory(broken), read_directory(released())
+    assert sum(raw.dtype != before[name].dtype for name, raw in source.items()) == 3
+    model = K3ForCausalLM.from_pretrained(broken, **options)
+    model.save_pretrained(tmp_path / "saved", vision=True)
+    assert read_directory(tmp_path / "saved") == source
+    assert "another number format" not in caplog.text
+
+
+def test_number_formats_of_the_user(broken: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A changed tensor, and a model whose dtype was chosen, go out as they are, with one line about it."""
+    change(broken, recast)
+    model = K3ForCausalLM.from_pretrained(broken)
+    with torch.no_grad():
+        model.model.norm.weight.add_(1)
+    model.save_pretrained(tmp_path / "changed")
+    saved, source = read_directory(tmp_path / "changed"), text_of(read_directory(broken))
+    assert {name for name in source if saved[name] != source[name]} == {"language_model.model.norm.weight"}
+    assert saved["language_model.model.norm.weight"].dtype == "BF16"
+    model = K3ForCausalLM.from_pretrained(broken, dtype=torch.float32)
+    model.save_pretrained(tmp_path / "wide")
+    assert {raw.dtype for raw in read_directory(tmp_path / "wide").values()} == {"F32", "U8"}
+    lines = [record.getMessage() for record in caplog.records if "another number format" in record.getMessage()]
+    assert len(lines) == 2
+    assert lines[0].startswith("1 tensors are saved")
+
+
+def test_dense_experts_in_another_format(broken: Path, tmp_path: Path) -> None:
+    model = K3ForCausalLM.from_pretrained(broken, dequantize=True)
+    model.save_pretrained(tmp_path / "dense")
+    change(
+        tmp_path / "dense",
+        lambda name, raw: {
+            name: raw if "experts.3.w" not in name else zeros("F16", *raw.shape)._replace(data=raw.data)
+        },
+    )
+    for options in ({}, {"device_map": {"": "disk"}, "expert_storage": "dense"}):
+        again = K3ForCausalLM.from_pretrained(tmp_path / "dense", **options)
+        again.save_pretrained(tmp_path / "again")
+        assert read_directory(tmp_path / "again") == read_directory(tmp_path / "dense")
 
 
 def test_dequantized_it_is_saved_as_bf16(tmp_path: Path) -> None:

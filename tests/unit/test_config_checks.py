@@ -63,6 +63,12 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"routed_scaling_factor": 0.0}, ValueError, r"routed_scaling_factor=0\.0 .*above 0"),
     ({"moe_router_activation_func": "relu"}, ValueError, "moe_router_activation_func='relu' .*'sigmoid', 'softmax'"),
     ({"router_input": "both"}, ValueError, "router_input='both' .*'hidden', 'latent'"),
+    ({"router_balancing": "luck"}, ValueError, "router_balancing='luck' .*'quantile'.*'none'"),
+    ({"router_balancing": "aux_loss"}, ValueError, "router_aux_loss_coef above 0"),
+    ({"router_aux_loss_coef": -0.1}, ValueError, r"router_aux_loss_coef=-0\.1 .*at least 0"),
+    ({"router_bias_update_rate": NAN}, ValueError, "router_bias_update_rate=nan .*finite"),
+    ({"moe_expert_capacity_factor": 0.0}, ValueError, r"moe_expert_capacity_factor=0\.0 .*above 0"),
+    ({"moe_expert_capacity_factor": "2"}, TypeError, "moe_expert_capacity_factor='2' .*number"),
     (
         {"router_input": "latent", "routed_expert_hidden_size": None},
         ValueError,
