@@ -1,10 +1,15 @@
 """KDA on this machine's CPU: our chunk and recurrent forms beside transformers' fallback and fla's naive chunk form.
 
     python benchmarks/kda.py --out runs/benchmark-kda
+    python benchmarks/kda.py --contenders exact --lengths 32768 --heads 1 --forward-only --turns 1
 
-Every contender runs in a process of its own; they take turns, so that a slow minute of the machine meets all of them,
-and each turn also times a plain fp32 matrix product. Reported are medians: time, peak extra memory, nominal GFLOP/s and
-their share of the matrix product's. The nominal count belongs to the usual form with chunks of 64, whatever is done.
+What is measured is written after every case, and a run with the same folder goes on where one was stopped (--fresh
+starts again). Every contender runs in a process of its own; they take turns, so that a slow minute of the machine meets
+all of them, and each turn also times a plain fp32 matrix product. Reported are medians: time, peak extra memory,
+nominal GFLOP/s and their share of the matrix product's. The nominal count belongs to the usual form with chunks of 64,
+whatever is done.
+
+"exact" takes part only when named: its time grows with T^2.
 """
 
 import argparse
@@ -29,7 +34,9 @@ LINEUP: dict[str, tuple[str, dict[str, str]]] = {
     "native": ("native", {}),
     "native, memory kept": ("native", KEEP_MEMORY),
     "fla naive": ("fla naive", {}),
+    "exact": ("exact", {}),
 }
+DEFAULT_LINEUP = [name for name in LINEUP if name != "exact"]
 #: Chunk x chunk x key tensors that the peers hold at once: forward (measured), and with backward (at least).
 PEER_COPIES = {False: 3, True: 5}
 
@@ -41,6 +48,7 @@ class Contender:
     name: str
     process: subprocess.Popen[str]
     error: str | None = None
+    died: bool = False
 
     def ask(self, case: dict[str, Any]) -> dict[str, float]:
         """Run one case once.
@@ -55,8 +63,8 @@ class Contender:
         except BrokenPipeError:
             line = ""
         if not line:
-            self.error = f"stopped with exit status {self.process.wait()}"
-            raise RuntimeError(self.error)
+            self.died = True
+            raise RuntimeError(f"stopped with exit status {self.process.wait()}")
         return json.loads(line)
 
 
@@ -111,34 +119,35 @@ def available_bytes() -> int:
 def predicted_bytes(contender: str, length: int, heads: int, backward: bool) -> int:
     """What a contender allocates: the peers form the chunk x chunk x key decays of all chunks and heads at once.
 
-    The recurrence keeps several states of every token for a backward; 0 for what needs little.
+    The recurrence keeps several states of every token for a backward, the exact form about six scores of every pair; 0
+    for what needs little.
     """
+    if contender == "exact":
+        return 6 * 8 * heads * length**2 if backward else 0
     if contender == "recurrent":
         return 4 * heads * length * WIDTH * WIDTH * 4 if backward else 0
     return 0 if contender == "chunk" else PEER_COPIES[backward] * heads * length * CHUNK * WIDTH * 4
 
 
-def start(names: Sequence[str], fla_python: str) -> list[Contender]:
-    """Start the workers; one that cannot run keeps its reason.
+def start(name: str, fla_python: str) -> Contender:
+    """Start a worker; one that cannot run keeps its reason.
 
     Args:
         fla_python: interpreter for fla's form, which has no place in the package's own environment.
     """
-    worker, contenders = Path(__file__).with_name("kda_worker.py"), []
-    for name in names:
-        contender, environment = LINEUP[name]
-        process = subprocess.Popen(
-            [fla_python if contender == "fla naive" else sys.executable, str(worker), contender],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env={**os.environ, **environment},
-        )
-        line = process.stdout.readline()
-        answer = json.loads(line) if line else {"error": "did not start"}
-        contenders.append(Contender(name, process, answer.get("error")))
-    return contenders
+    worker = Path(__file__).with_name("kda_worker.py")
+    contender, environment = LINEUP[name]
+    process = subprocess.Popen(
+        [fla_python if contender == "fla naive" else sys.executable, str(worker), contender],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, **environment},
+    )
+    line = process.stdout.readline()
+    answer = json.loads(line) if line else {"error": "did not start"}
+    return Contender(name, process, answer.get("error"))
 
 
 def measure(contenders: list[Contender], length: int, heads: int, backward: bool, turns: int) -> list[Result]:
@@ -231,29 +240,56 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/benchmark-kda"))
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
     parser.add_argument("--heads", type=int, nargs="+", default=list(HEADS))
-    parser.add_argument("--contenders", nargs="+", choices=list(LINEUP), default=list(LINEUP))
+    parser.add_argument("--contenders", nargs="+", choices=list(LINEUP), default=DEFAULT_LINEUP)
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--forward-only", action="store_true")
+    parser.add_argument("--fresh", action="store_true", help="measure again what the folder holds already")
     parser.add_argument("--fla-python", default=sys.executable, help="e.g. .venv/fla/bin/python after make test-fla")
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
-    contenders, rows = start(options.contenders, options.fla_python), []
+    rows = [] if options.fresh else read_rows(options.out / "results.json")
+    known = {case_of(row) for row in rows}
+    contenders = [start(name, options.fla_python) for name in options.contenders]
     try:
         for heads in options.heads:
             for length in options.lengths:
                 for backward in (False,) if options.forward_only else (False, True):
-                    results = [r.summary() for r in measure(contenders, length, heads, backward, options.turns)]
-                    rows += results
-                    print(table(results), flush=True)
+                    # One that ran out of memory in the case before begins anew.
+                    contenders = [start(c.name, options.fla_python) if c.died else c for c in contenders]
+                    turn = [c for c in contenders if (c.name, length, heads, backward) not in known]
+                    if not turn:
+                        continue
+                    rows += [r.summary() for r in measure(turn, length, heads, backward, options.turns)]
+                    rows.sort(key=lambda row: case_of(row)[2:0:-1] + case_of(row)[3:])
+                    write(rows, options.out)
+                    print(table([r for r in rows if case_of(r)[1:] == (length, heads, backward)]), flush=True)
     finally:
         for contender in contenders:
             contender.process.stdin.close()
             contender.process.wait()
-    machine = {"system": platform.platform(), "cpus": os.cpu_count(), "python": platform.python_version()}
-    (options.out / "results.json").write_text(json.dumps({"machine": machine, "results": rows}, indent=1))
-    (options.out / "table.md").write_text(table(rows) + "\n")
     plot(rows, options.out / "plot.png")
     print(f"\nwritten to {options.out}: results.json, table.md, plot.png")
+
+
+def case_of(row: dict[str, Any]) -> tuple[str, int, int, bool]:
+    """What a row of the results measures."""
+    return row["contender"], row["length"], row["heads"], row["backward"]
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of an earlier run in the same folder; what was skipped then is tried again."""
+    if not path.exists():
+        return []
+    return [row for row in json.loads(path.read_text(encoding="utf-8"))["results"] if "skipped" not in row]
+
+
+def write(rows: list[dict[str, Any]], out: Path) -> None:
+    """Write results.json and table.md; a run that is stopped here leaves the file before whole."""
+    machine = {"system": platform.platform(), "cpus": os.cpu_count(), "python": platform.python_version()}
+    draft = out / "results.json.tmp"
+    draft.write_text(json.dumps({"machine": machine, "results": rows}, indent=1) + "\n", encoding="utf-8")
+    draft.replace(out / "results.json")
+    (out / "table.md").write_text(table(rows) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

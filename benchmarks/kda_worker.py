@@ -26,8 +26,8 @@ def ours(name: str) -> Run:
     """A path of this package, with the bound of the released gate where it is used."""
     from modeling_k3 import kda_ops
 
-    if name == "recurrent":
-        return kda_ops.recurrent_kda
+    if name != "chunk":
+        return getattr(kda_ops, f"{name}_kda")
     return lambda *inputs: kda_ops.chunk_kda(*inputs, lower_bound=-5.0)
 
 
@@ -60,6 +60,7 @@ def fla_naive() -> Run:
 CONTENDERS: dict[str, Callable[[], Run]] = {
     "chunk": lambda: ours("chunk"),
     "recurrent": lambda: ours("recurrent"),
+    "exact": lambda: ours("exact"),
     "native": transformers_native,
     "fla naive": fla_naive,
 }

@@ -1,9 +1,9 @@
-"""What makes a K3 config valid. Every complaint names the field, its value and what is allowed."""
+"""What makes a K3 config valid. Every complaint names the field, its value and what is allowed.
+
+Importable without torch: the memory planner checks the dimensions of a file that no model is built from.
+"""
 
 from typing import TYPE_CHECKING, Any
-
-import torch
-from transformers.utils import logging
 
 if TYPE_CHECKING:  # pragma: no cover
     from transformers import PreTrainedConfig
@@ -11,8 +11,7 @@ if TYPE_CHECKING:  # pragma: no cover
 HIDDEN_ACTS = ("situ", "silu")
 ROUTER_FUNCTIONS = ("sigmoid", "softmax")
 ROUTER_INPUTS = ("hidden", "latent")
-
-logger = logging.get_logger(__name__)
+ROUTER_BALANCING = ("quantile", "histogram", "sign", "aux_loss", "none")
 
 _LINEAR_KEYS = {
     *("num_heads", "head_dim", "short_conv_kernel_size", "kda_layers", "full_attn_layers"),
@@ -38,13 +37,7 @@ def check_config(config: "PreTrainedConfig") -> None:
         TypeError: a value of the wrong type.
     """
     _check_library_fields(config)
-    for name in _COUNTS:
-        _require_int(name, getattr(config, name), 1)
-    for name in _OPTIONAL_COUNTS:
-        if getattr(config, name) is not None:
-            _require_int(name, getattr(config, name), 1)
-    for name in _FROM_ZERO:
-        _require_int(name, getattr(config, name), 0)
+    check_dimensions(config)
     for name in _SWITCHES:
         if not isinstance(getattr(config, name), bool):
             raise TypeError(f"{name}={getattr(config, name)!r} must be true or false")
@@ -55,12 +48,29 @@ def check_config(config: "PreTrainedConfig") -> None:
     for name in ("activation_situ_beta", "activation_situ_linear_beta"):
         if getattr(config, name) is not None:
             _require_number(name, getattr(config, name), at_least=0.0)
-    _check_kda(config.linear_attn_config)
-    _check_layer_lists(config.linear_attn_config, config.num_hidden_layers)
     _check_mla(config)
     if config.num_experts is not None:
         _check_experts(config)
     _check_special_ids(config)
+
+
+def check_dimensions(config: Any) -> None:
+    """Check the numbers that decide how large a model is; `config` is a K3Config or anything with its fields.
+
+    Raises:
+        ValueError, TypeError: as `check_config`.
+    """
+    for name in _COUNTS:
+        _require_int(name, getattr(config, name), 1)
+    for name in _OPTIONAL_COUNTS:
+        if getattr(config, name) is not None:
+            _require_int(name, getattr(config, name), 1)
+    for name in _FROM_ZERO:
+        _require_int(name, getattr(config, name), 0)
+    _check_kda(config.linear_attn_config)
+    _check_layer_lists(config.linear_attn_config, config.num_hidden_layers)
+    if config.num_experts is not None:
+        _check_expert_counts(config)
 
 
 def check_depth(num_hidden_layers: Any) -> None:
@@ -70,6 +80,8 @@ def check_depth(num_hidden_layers: Any) -> None:
 
 def _check_library_fields(config: "PreTrainedConfig") -> None:
     """Check what the library would take and only fail on later."""
+    import torch
+
     dtype = config.dtype
     if dtype is not None:
         found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
@@ -85,7 +97,11 @@ def _check_kda(linear: Any) -> None:
         raise TypeError(f"linear_attn_config={linear!r} must be a dictionary")
     unknown = sorted(set(linear) - _LINEAR_KEYS)
     if unknown:
-        logger.warning_once(f"linear_attn_config: {unknown} are not read; known are {sorted(_LINEAR_KEYS)}")
+        from transformers.utils import logging
+
+        logging.get_logger(__name__).warning_once(
+            f"linear_attn_config: {unknown} are not read; known are {sorted(_LINEAR_KEYS)}"
+        )
     for name in ("num_heads", "head_dim", "short_conv_kernel_size"):
         _require_int(f"linear_attn_config.{name}", linear.get(name), 1)
     full_rank = linear.get("use_full_rank_gate", False)
@@ -137,7 +153,7 @@ def _check_mla(config: "PreTrainedConfig") -> None:
         raise ValueError("mla_use_nope=False is not allowed: K3's attention has no rotary embedding")
 
 
-def _check_experts(config: "PreTrainedConfig") -> None:
+def _check_expert_counts(config: Any) -> None:
     experts, top_k = config.num_experts, config.num_experts_per_token
     _require_int("num_experts_per_token", top_k, 1)
     _require_int("moe_intermediate_size", config.moe_intermediate_size, 1)
@@ -145,11 +161,22 @@ def _check_experts(config: "PreTrainedConfig") -> None:
         raise ValueError(f"num_experts_per_token={top_k} must be at most num_experts={experts}")
     if config.num_shared_experts is not None:
         _require_int("num_shared_experts", config.num_shared_experts, 0)
+
+
+def _check_experts(config: "PreTrainedConfig") -> None:
+    experts, top_k = config.num_experts, config.num_experts_per_token
     _require_choice("moe_router_activation_func", config.moe_router_activation_func, ROUTER_FUNCTIONS)
     _require_choice("router_input", config.router_input, ROUTER_INPUTS)
     if config.router_input == "latent" and config.routed_expert_hidden_size is None:
         raise ValueError("router_input='latent' needs routed_expert_hidden_size (a latent to route on), got None")
     _require_number("routed_scaling_factor", config.routed_scaling_factor, above=0.0)
+    _require_choice("router_balancing", config.router_balancing, ROUTER_BALANCING)
+    for name in ("router_bias_update_rate", "router_aux_loss_coef"):
+        _require_number(name, getattr(config, name), at_least=0.0)
+    if config.router_balancing == "aux_loss" and not config.router_aux_loss_coef:
+        raise ValueError("router_balancing='aux_loss' needs a router_aux_loss_coef above 0, got 0")
+    if config.moe_expert_capacity_factor is not None:
+        _require_number("moe_expert_capacity_factor", config.moe_expert_capacity_factor, above=0.0)
     groups, kept = config.num_expert_group, config.topk_group
     if experts % groups:
         raise ValueError(f"num_expert_group={groups} must divide num_experts={experts}")

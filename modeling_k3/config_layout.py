@@ -62,8 +62,26 @@ _LIBRARY_DEFAULTS = (
     "is_encoder_decoder"
 ).split()
 #: Fields of ours that the release has no word for; written into its layout only when they say something.
-_OURS_AT_REST = {"mla_norm_eps": 1e-6, "router_input": "hidden", "output_router_logits": False}
+_OURS_AT_REST = {
+    "mla_norm_eps": 1e-6,
+    "router_input": "hidden",
+    "output_router_logits": False,
+    "router_balancing": "quantile",
+    "router_bias_update_rate": 1e-3,
+    "router_aux_loss_coef": 0.0,
+    "moe_expert_capacity_factor": None,
+}
 _KEPT_ASIDE = [*_ROTARY, *"model_type architectures auto_map transformers_version _name_or_path".split()]
+#: Other spelling -> released field name.
+ALIASES = {
+    "num_experts_per_tok": "num_experts_per_token",
+    "num_local_experts": "num_experts",
+    "n_routed_experts": "num_experts",
+    "n_shared_experts": "num_shared_experts",
+    "n_group": "num_expert_group",
+    "norm_topk_prob": "moe_renormalize",
+    "model_max_length": "max_position_embeddings",
+}
 #: KDA of a config written in code that leaves it open.
 DEFAULT_LINEAR: dict[str, Any] = {
     "num_heads": 4,
@@ -149,7 +167,7 @@ def wrap(flat: dict[str, Any]) -> dict[str, Any]:
         flat.pop(key, None)
     inner = {**kept.get("defaults", {}), **flat, **aside}
     for key, value in _OURS_AT_REST.items():
-        if inner.get(key) == value:
+        if key in inner and inner[key] == value:
             del inner[key]
     quantization = inner.pop("quantization_config", None)
     if quantization is None:
@@ -210,3 +228,13 @@ def complete_linear(given: dict[str, Any] | None, depth: int) -> dict[str, Any]:
         linear["full_attn_layers"] = full
         linear["kda_layers"] = [i for i in range(1, depth + 1) if i not in full]
     return linear
+
+
+def is_kda_layer(linear: dict[str, Any], layer_idx: int) -> bool:
+    """Whether layer `layer_idx`, counted from 0, is a KDA layer by the released lists, which count from 1."""
+    return layer_idx + 1 in linear["kda_layers"]
+
+
+def is_moe_layer(num_experts: int | None, first_k_dense_replace: int, moe_layer_freq: int, layer_idx: int) -> bool:
+    """Whether layer `layer_idx`, counted from 0, has experts."""
+    return num_experts is not None and layer_idx >= first_k_dense_replace and layer_idx % moe_layer_freq == 0

@@ -8,7 +8,17 @@ from transformers import GenerationConfig
 from transformers.configuration_utils import PreTrainedConfig
 
 from .config_checks import check_config, check_depth
-from .config_layout import DEFAULT_LINEAR, FLAT_MODEL_TYPE, check_complete, complete_linear, unwrap, wrap
+from .config_layout import (
+    ALIASES,
+    DEFAULT_LINEAR,
+    FLAT_MODEL_TYPE,
+    check_complete,
+    complete_linear,
+    is_kda_layer,
+    is_moe_layer,
+    unwrap,
+    wrap,
+)
 
 _LINEAR = "linear_attention"
 _FULL = "full_attention"
@@ -28,8 +38,7 @@ class K3Config(PreTrainedConfig):
     network: a missing field is an error, an absent switch means "without that part" (`config_layout`).
 
     Args:
-        vocab_size (`int`): V, rows of the embedding and of the head.
-        hidden_size (`int`): D.
+        vocab_size, hidden_size (`int`): V, rows of the embedding and of the head, and D.
         intermediate_size (`int`): inner width of the dense feed-forward layers.
         num_hidden_layers (`int`): decoder layers. Lowering it on a finished config keeps the first layers.
         linear_attn_config (`dict`): the KDA part as released: `num_heads`, `head_dim`, `short_conv_kernel_size`,
@@ -43,11 +52,9 @@ class K3Config(PreTrainedConfig):
         hidden_act (`str`): "situ" or "silu", in every feed-forward part.
         activation_situ_beta, activation_situ_linear_beta (`float`): bounds of SiTU's gate (None or 0: 1) and linear
             part (None or 0: unbounded).
-        num_experts (`int`): N; None for a model without experts.
-        num_experts_per_token (`int`): R, the top-k.
+        num_experts, num_experts_per_token (`int`): N (None: no experts) and R, the top-k.
         num_shared_experts (`int`): shared experts, fused into one MLP; None: none.
-        moe_intermediate_size (`int`): F, inner width of one expert.
-        routed_expert_hidden_size (`int`): E, latent width; None for experts at full width.
+        moe_intermediate_size, routed_expert_hidden_size (`int`): F of one expert; E, latent width, or None: full width.
         latent_moe_use_norm (`bool`): RMSNorm on the combined latent before the up-projection.
         router_input (`str`): "hidden" (released) routes on the full width, "latent" on the latent.
         first_k_dense_replace, moe_layer_freq (`int`): layer i is MoE if i >= first_k_dense_replace and
@@ -55,6 +62,9 @@ class K3Config(PreTrainedConfig):
         moe_router_activation_func (`str`): "sigmoid" or "softmax".
         moe_renormalize (`bool`), routed_scaling_factor (`float`): what happens to the chosen weights.
         num_expert_group, topk_group (`int`): group-limited choice.
+        router_balancing (`str`): what evens the load in training only: "quantile", "histogram" (the same from counts),
+            "sign" (with `router_bias_update_rate`), "aux_loss" (with `router_aux_loss_coef`) or "none".
+        moe_expert_capacity_factor (`float`): in training an expert takes this times an even share; None: any number.
         released_config (`dict`): what a released file carried beside the text model; None for a flat config.
 
     Raises:
@@ -65,16 +75,9 @@ class K3Config(PreTrainedConfig):
     """
 
     model_type = FLAT_MODEL_TYPE
-    keys_to_ignore_at_inference = ["cache"]
-    attribute_map = {
-        "num_experts_per_tok": "num_experts_per_token",
-        "num_local_experts": "num_experts",
-        "n_routed_experts": "num_experts",
-        "n_shared_experts": "num_shared_experts",
-        "n_group": "num_expert_group",
-        "norm_topk_prob": "moe_renormalize",
-        "model_max_length": "max_position_embeddings",
-    }
+    # The Trainer would join the batches of all else; attentions hold None where a layer forms no weights.
+    keys_to_ignore_at_inference = ["cache", "attentions"]
+    attribute_map = dict(ALIASES)
     base_model_tp_plan = {
         "layers.*.mlp.gate_proj": "colwise",
         "layers.*.mlp.up_proj": "colwise",
@@ -128,6 +131,10 @@ class K3Config(PreTrainedConfig):
     routed_scaling_factor: float = 1.0
     num_expert_group: int = 1
     topk_group: int = 1
+    router_balancing: str = "quantile"
+    router_bias_update_rate: float = 1e-3
+    router_aux_loss_coef: float = 0.0
+    moe_expert_capacity_factor: float | None = None
     topk_method: str | None = "noaux_tc"
     use_grouped_topk: bool = True
     num_nextn_predict_layers: int = 0
@@ -208,8 +215,8 @@ class K3Config(PreTrainedConfig):
     @property
     def layer_types(self) -> list[str]:
         """Attention of each layer, from the 1-based lists: "linear_attention" (KDA) or "full_attention" (MLA)."""
-        linear = set(self.linear_attn_config["kda_layers"])
-        return [_LINEAR if i + 1 in linear else _FULL for i in range(self.num_hidden_layers)]
+        linear = self.linear_attn_config
+        return [_LINEAR if is_kda_layer(linear, i) else _FULL for i in range(self.num_hidden_layers)]
 
     @layer_types.setter
     def layer_types(self, types: list[str]) -> None:
@@ -227,11 +234,8 @@ class K3Config(PreTrainedConfig):
     @property
     def mlp_layer_types(self) -> list[str]:
         """Feed-forward part of each layer: "sparse" (LatentMoE) or "dense"."""
-        return ["sparse" if self._is_moe(i) else "dense" for i in range(self.num_hidden_layers)]
-
-    def _is_moe(self, layer_idx: int) -> bool:
-        late_enough = layer_idx >= self.first_k_dense_replace
-        return self.num_experts is not None and late_enough and layer_idx % self.moe_layer_freq == 0
+        rule = self.num_experts, self.first_k_dense_replace, self.moe_layer_freq
+        return ["sparse" if is_moe_layer(*rule, i) else "dense" for i in range(self.num_hidden_layers)]
 
     @property
     def kda_num_heads(self) -> int:

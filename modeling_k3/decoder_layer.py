@@ -13,6 +13,7 @@ from .latent_moe import K3LatentMoE
 from .mla import K3MLAttention
 from .mlp import K3MLP
 from .norms import K3RMSNorm
+from .outputs import K3LayerWeights
 
 
 class K3DecoderLayer(GradientCheckpointingLayer):
@@ -33,6 +34,7 @@ class K3DecoderLayer(GradientCheckpointingLayer):
         is_linear = config.layer_types[layer_idx] == "linear_attention"
         self.is_linear = is_linear
         self.self_attn = K3DeltaAttention(config, layer_idx) if is_linear else K3MLAttention(config, layer_idx)
+        self.layer_weights = K3LayerWeights()
         self.is_sparse = config.mlp_layer_types[layer_idx] == "sparse"
         if self.is_sparse:
             self.block_sparse_moe = K3LatentMoE(config)
@@ -72,7 +74,8 @@ class K3DecoderLayer(GradientCheckpointingLayer):
         if self.has_attn_res:
             h, _ = self.self_attention_res_proj([*blocks, p], self.self_attention_res_norm(), eps=self.eps)
         masks = {"attention_mask": padding_mask if self.is_linear else attention_mask, "padding_mask": padding_mask}
-        a, _ = self.self_attn(self.input_layernorm(h), cache=cache, **masks, **kwargs)
+        a, weights = self.self_attn(self.input_layernorm(h), cache=cache, **masks, **kwargs)
+        self.layer_weights(weights)
         if self.starts_block:
             blocks, p = (*blocks, p), a
         else:
@@ -80,5 +83,5 @@ class K3DecoderLayer(GradientCheckpointingLayer):
         h = p
         if self.has_attn_res:
             h, _ = self.mlp_res_proj([*blocks, p], self.mlp_res_norm(), eps=self.eps)
-        feed_forward = self.block_sparse_moe if self.is_sparse else self.mlp
-        return p + feed_forward(self.post_attention_layernorm(h))
+        x = self.post_attention_layernorm(h)
+        return p + (self.block_sparse_moe(x, padding_mask) if self.is_sparse else self.mlp(x))

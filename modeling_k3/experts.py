@@ -99,6 +99,11 @@ class K3Experts(nn.Module):
         """Number of weights the experts have, whatever form they are in."""
         return 3 * self.num_experts * self.hidden_dim * self.intermediate_dim
 
+    @property
+    def dense_dtype(self) -> torch.dtype:
+        """The number format of dense experts; of packed and mapped ones the format the model was loaded in."""
+        return next((p.dtype for p in self.parameters(recurse=False) if p.is_floating_point()), self._dense_dtype)
+
     def mapped_bytes(self) -> int:
         """Bytes of mapped experts in the checkpoint's files; 0 for the other forms."""
         return 0 if self.pages is None else self.pages.nbytes
@@ -123,13 +128,31 @@ class K3Experts(nn.Module):
 
     def expert_weights(self, expert: int, dtype: torch.dtype, device: torch.device | None = None) -> dict[str, Tensor]:
         """One expert, expanded: `gate_up_proj` [2F, E] and `down_proj` [E, F] in `dtype`."""
-        weights = {}
-        for name in PROJECTIONS:
-            parts = self.parts(expert, name)
-            target = parts[0].device if device is None else device
-            is_packed = parts[0].dtype == torch.uint8
-            weights[name] = expand(parts, dtype, target) if is_packed else torch.cat(parts).to(target, dtype)
-        return weights
+        return {name: self.matrix(expert, name, dtype, device) for name in PROJECTIONS}
+
+    def matrix(
+        self,
+        expert: int,
+        name: str,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+        space: Workspace | None = None,
+    ) -> Tensor:
+        """One matrix of one expert, expanded.
+
+        Args:
+            expert, name: see `parts`.
+            dtype, device: of the result; None leaves it where it is.
+            space: where to expand what is packed; None allocates.
+
+        Returns:
+            [out, in]; of dense experts a view where `dtype` and `device` are theirs.
+        """
+        parts = self.parts(expert, name)
+        device = parts[0].device if device is None else device
+        if parts[0].dtype == torch.uint8:
+            return expand(parts, dtype, device, space)
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).to(device, dtype)
 
     # -- forward ------------------------------------------------------------------------------------------------
 
@@ -162,12 +185,12 @@ class K3Experts(nn.Module):
         space = Workspace()
         for expert in used:
             token, place = torch.where(top_k_index == expert)
-            gate_up = self._product(hidden_states[token], expert, "gate_up_proj", space)
-            y = self._product(self._apply_gate(gate_up), expert, "down_proj", space)
+            gate_up = self.product(hidden_states[token], expert, "gate_up_proj", space)
+            y = self.product(self._apply_gate(gate_up), expert, "down_proj", space)
             total = total.index_add(0, token, (y * top_k_weights[token, place, None]).to(total.dtype))
         return total.to(hidden_states.dtype)
 
-    def _product(self, x: Tensor, expert: int, name: str, space: Workspace) -> Tensor:
+    def product(self, x: Tensor, expert: int, name: str, space: Workspace) -> Tensor:
         """x W^T for one matrix of one expert, in the dtype and on the device of x."""
         parts = self.parts(expert, name)
         if parts[0].dtype == torch.uint8:

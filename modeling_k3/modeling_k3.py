@@ -21,11 +21,10 @@ from .decoder_layer import K3DecoderLayer
 from .generation import K3GenerationMixin
 from .initialization import init_k3_module
 from .kda import K3DeltaAttention, check_kda_implementation
-from .latent_moe import K3Router
+from .latent_moe import K3Router, balance_loss
 from .masks import PACKING_ARGUMENTS, CallMasks, check_cache, check_inputs, check_labels, is_tracing, read_call
-from .mla import K3MLAttention
 from .norms import K3RMSNorm
-from .outputs import K3CausalLMOutput, K3ModelOutput
+from .outputs import K3CausalLMOutput, K3LayerWeights, K3ModelOutput
 from .persistence import K3Persistence
 from .precision import KEEP_IN_FP32
 from .quantizer import register_quantizer
@@ -49,7 +48,7 @@ class K3PreTrainedModel(K3Persistence):
     _keys_to_ignore_on_load_unexpected = list(VISION_TENSORS)
     _can_record_outputs = {
         "hidden_states": K3DecoderLayer,
-        "attentions": [K3MLAttention, K3DeltaAttention],
+        "attentions": K3LayerWeights,
         "router_logits": OutputRecorder(K3Router, index=0),
         "depth_weights": OutputRecorder(K3PseudoQuery, index=1),
     }
@@ -257,12 +256,17 @@ class K3ForCausalLM(K3PreTrainedModel, K3GenerationMixin):
 
         Args:
             labels: [B, T]; the loss is the mean cross entropy of token t + 1 at position t, -100 is left out.
-                `num_items_in_batch` replaces the mean's denominator; without any label the loss is 0.
+                `num_items_in_batch` replaces the mean's denominator; without any label the loss is 0. In training with
+                `router_balancing="aux_loss"` the weighted balancing loss is added. It is returned as `aux_loss`, also
+                without labels where `output_router_logits` asks for it.
             logits_to_keep: only the last n positions, or a tensor of positions; 0 keeps all (labels need all).
             others: see `K3Model.forward`.
         """
         if labels is not None:
             check_labels(labels, input_ids if input_ids is not None else inputs_embeds, logits_to_keep, self.config)
+        balances = labels is not None and self.training and self.config.router_balancing == "aux_loss"
+        if balances:
+            kwargs["output_router_logits"] = True
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -273,12 +277,20 @@ class K3ForCausalLM(K3PreTrainedModel, K3GenerationMixin):
             **kwargs,
         )
         logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
-        loss = None
+        loss = aux_loss = None
         if labels is not None:
+            own = label_count(labels, **{**kwargs, "num_items_in_batch": None})
             kwargs["num_items_in_batch"] = label_count(labels, **kwargs)
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        if self.config.router_balancing == "aux_loss" and outputs.router_logits:
+            routers = [m for m in self.model.modules() if isinstance(m, K3Router)][: len(outputs.router_logits)]
+            aux_loss = balance_loss(routers, outputs.router_logits, attention_mask)
+        if balances and aux_loss is not None:
+            # Accumulated micro-batches count by their labels, as the rest of the loss does.
+            loss = loss + self.config.router_aux_loss_coef * aux_loss * (own / kwargs["num_items_in_batch"])
         return K3CausalLMOutput(
             loss=loss,
+            aux_loss=aux_loss,
             logits=logits,
             cache=outputs.cache,
             hidden_states=outputs.hidden_states,

@@ -1,8 +1,11 @@
 """RMSNorm, and the gated RMSNorm on KDA's output. No mean is subtracted, no weight is 1 + w."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
+from .fused_kernel import FusedKernel
 from .precision import Float32Parameters, storage_fp32, upcast
 
 
@@ -34,6 +37,33 @@ class K3RMSNorm(nn.Module):
         return f"{self.weight.shape[0]}, eps={self.variance_epsilon}"
 
 
+def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
+    """The equation of `K3RMSNormGated` in torch; the result has the dtype of `gate`."""
+    return (rms_normalize(x, eps) * weight * upcast(gate).sigmoid()).to(gate.dtype)
+
+
+def _call_fla(kernel: Callable[..., Tensor], x: Tensor, gate: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
+    # The kernel answers in the dtype of x, the recurrence's float32, and rounds nowhere before.
+    return kernel(upcast(x), gate, weight, None, activation="sigmoid", eps=eps).to(gate.dtype)
+
+
+def _example(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x, gate, weight = (torch.randn(*shape, generator=generator) for shape in ((2, 9, 3, 128), (2, 9, 3, 128), (128,)))
+    return x, (3 * gate).to(dtype), weight
+
+
+#: fla's kernel for the gated norm: one pass instead of five.
+FUSED_GATED_NORM = FusedKernel(
+    "gated norm",
+    "fla.modules.norm.fused_norm_gate:rms_norm_gated",
+    ("x", "g", "weight", "bias", "activation", "eps"),
+    _call_fla,
+    gated_norm,
+    _example,
+)
+
+
 class K3RMSNormGated(Float32Parameters):
     """KDA's output norm: one weight of width V shared by all heads, gated by a sigmoid after the norm.
 
@@ -50,8 +80,9 @@ class K3RMSNormGated(Float32Parameters):
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """x, gate [..., V] -> [..., V] in the dtype of `gate`, the activation dtype."""
-        y = rms_normalize(x, self.variance_epsilon) * self.weight * upcast(gate).sigmoid()
-        return y.to(gate.dtype)
+        eps = self.variance_epsilon
+        fused = FUSED_GATED_NORM.try_call(gate.dtype, x, gate, self.weight, eps=eps)
+        return gated_norm(x, gate, self.weight, eps) if fused is None else fused
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.variance_epsilon}"

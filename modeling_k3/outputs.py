@@ -2,8 +2,20 @@
 
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
+
+
+class K3LayerWeights(nn.Module):
+    """Where `output_attentions` looks: hands on what one layer's attention gave, None included.
+
+    The library leaves out a None beside other outputs, so that the place of an entry would no longer tell its layer; a
+    module that returns nothing else is recorded as it is.
+    """
+
+    def forward(self, weights: Tensor | None) -> Tensor | None:
+        """Return `weights`."""
+        return weights
 
 
 @dataclass
@@ -12,8 +24,9 @@ class K3ModelOutput(MoeModelOutputWithPast):
 
     The library's fields, as this model fills them: `last_hidden_state` [B, T, D]; `cache`; `hidden_states`, the
     embedding and then the running sum after each layer (which restarts in each AttnRes block), the last one replaced by
-    `last_hidden_state`; `attentions` in the order of the layers that form weights, which are the MLA layers with eager
-    attention and the KDA layers evaluated as "exact"; `router_logits` [tokens, N] of the MoE layers. Beside them:
+    `last_hidden_state`; `attentions`, one entry per layer: [B, H, T, S] of an MLA layer with eager attention or of a
+    KDA layer evaluated as "exact", None where a layer forms no weights; `router_logits` [tokens, N] of the MoE layers.
+    Beside them:
 
     Args:
         depth_weights: with `output_depth_weights=True` one [B, T, L] per AttnRes mix, in the order of computation

@@ -1,10 +1,45 @@
 """The short convolution of KDA: a few taps per channel, causal, with a window that continues across calls."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .fused_kernel import FusedKernel
 from .precision import Float32Parameters, at_least_fp32, storage_fp32
+
+
+def filter_and_silu(x: Tensor, taps: Tensor) -> Tensor:
+    """Stream [B, n + W - 1, channels] and taps [channels, W] -> SiLU of the filtered stream [B, n, channels]."""
+    wide, size = x.to(at_least_fp32(x.dtype)), taps.shape[1]
+    taps, n = taps.to(wide.dtype), x.shape[1] - size + 1
+    c = wide[:, :n] * taps[:, 0]
+    for j in range(1, size):
+        c = torch.addcmul(c, wide[:, j : j + n], taps[:, j])
+    return F.silu(c).to(x.dtype)
+
+
+def _call_fla(kernel: Callable[..., tuple[Tensor, None]], x: Tensor, taps: Tensor) -> Tensor:
+    # The window stands in front of the stream, so the kernel's own states, and its update in place, are not needed.
+    c, _ = kernel(x=x.contiguous(), weight=taps.contiguous(), activation="silu")
+    return c[:, taps.shape[1] - 1 :]
+
+
+def _example(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(2, 70, 40, generator=generator).to(dtype), torch.randn(40, 4, generator=generator)
+
+
+#: fla's kernel for the short convolution: one pass instead of one per tap.
+FUSED_FILTER = FusedKernel(
+    "short convolution",
+    "fla.modules.causal_conv1d:causal_conv1d",
+    ("x", "weight", "activation"),
+    _call_fla,
+    filter_and_silu,
+    _example,
+)
 
 
 class K3ShortConvolution(Float32Parameters):
@@ -51,13 +86,9 @@ class K3ShortConvolution(Float32Parameters):
 
     def _filter(self, x: Tensor) -> Tensor:
         """[B, n + W - 1, channels] -> [B, n, channels]."""
-        wide = x.to(at_least_fp32(x.dtype))
-        taps = self.weight[:, 0].to(wide.dtype)
-        n = x.shape[1] - self.kernel_size + 1
-        c = wide[:, :n] * taps[:, 0]
-        for j in range(1, self.kernel_size):
-            c = torch.addcmul(c, wide[:, j : j + n], taps[:, j])
-        return F.silu(c).to(x.dtype)
+        taps = self.weight[:, 0]
+        fused = FUSED_FILTER.try_call(x.dtype, x, taps)
+        return filter_and_silu(x, taps) if fused is None else fused
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, kernel_size={self.kernel_size}"

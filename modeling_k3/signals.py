@@ -95,7 +95,7 @@ class K3Signals:
             `max_over_mean`; `max_over_mean`: the worst layer's; `rollbacks`, `rolled_back_tokens`; `cache_bytes` by
             kind of the cache seen last; `prefix_cache`: its counters with `hit_rate`, where one was used.
         """
-        router = {layer: _load_signals(load) for layer, load in sorted(self._load.items())}
+        router = {layer: evenness(load) for layer, load in sorted(self._load.items())}
         report: dict[str, Any] = {"calls": self._calls, "tokens": self._tokens, "router": router}
         report["max_over_mean"] = max((each["max_over_mean"] for each in router.values()), default=None)
         for name in ("rollbacks", "rolled_back_tokens"):
@@ -105,7 +105,8 @@ class K3Signals:
         return report
 
 
-def _load_signals(load: Tensor) -> dict[str, Any]:
+def evenness(load: Tensor) -> dict[str, Any]:
+    """`load` [N] as a list, with its `entropy` and `max_over_mean`, see `K3Signals`."""
     p = load.double() / load.sum().clamp(min=1)
     entropy = -(p * p.clamp(min=1e-300).log()).sum() / torch.tensor(float(len(load))).log().clamp(min=1e-9)
     return {"load": load.tolist(), "entropy": entropy.item(), "max_over_mean": (p.max() * len(load)).item()}

@@ -17,9 +17,10 @@ from modeling_k3.kda_check import Finding, check_path
 from modeling_k3.kda_fla import SUPPORTED_DEVICES, find_kernels, refusal
 from modeling_k3.kda_ops import chunk_kda, decay_gate, exact_kda, recurrent_kda
 from modeling_k3.kda_paths import probe_fla
+from modeling_k3.kda_verdicts import Verdict
 from modeling_k3.latent_moe import K3Router
-from modeling_k3.norms import K3RMSNormGated
-from modeling_k3.short_conv import K3ShortConvolution
+from modeling_k3.norms import FUSED_GATED_NORM, K3RMSNormGated
+from modeling_k3.short_conv import FUSED_FILTER, K3ShortConvolution
 
 #: Relative error allowed to an operator in float32 against float64: some dozen roundings of 6e-8.
 _FP32_LIMIT = 2e-6
@@ -59,7 +60,9 @@ def inspect_operators(device: str = "cpu", *, thorough: bool = False, again: boo
     yield _kda("KDA recurrent", _plain(recurrent_kda), device, [n for n in lengths if n <= 300])
     yield _kda("KDA exact", _plain(exact_kda), device, [n for n in lengths if n <= 300])
     yield from _simple_operators(device)
-    yield _fused_mix(device, again)
+    yield _fused("AttnRes mixing", device, lambda *x: probe_fused_mix(*x, again=again))
+    for kernel in (FUSED_GATED_NORM, FUSED_FILTER):
+        yield _fused(kernel.name, device, functools.partial(kernel.probe, again=again))
     yield from _experts(device)
 
 
@@ -100,13 +103,18 @@ def _fla(name: str, device: str, again: bool) -> OperatorReport:
     return OperatorReport(name, "fla", f"fla-core {kernels.version}", status, verdict.reason)
 
 
-def _fused_mix(device: str, again: bool) -> OperatorReport:
-    """fla's kernel for the mixture over depth, in bfloat16."""
-    name, version = "AttnRes mixing", _fla_version()
+def _fused(name: str, device: str, probe: Callable[[torch.device, torch.dtype], Verdict]) -> OperatorReport:
+    """One of fla's kernels around the recurrence, in bfloat16; a trial that raises is a refusal."""
+    version = _fla_version()
     if torch.device(device).type not in SUPPORTED_DEVICES:
         return OperatorReport(name, "fla", version, MISSING, f"tensors are on {device}")
-    verdict = probe_fused_mix(torch.device(device), torch.bfloat16, again=again)
-    return OperatorReport(name, "fla", version, VERIFIED if verdict.passed else REFUSED, verdict.reason)
+    try:
+        verdict = probe(torch.device(device), torch.bfloat16)
+    except Exception as error:
+        verdict = Verdict(False, f"{type(error).__name__}: {str(error)[:160]}")
+    if verdict.passed:
+        return OperatorReport(name, "fla", version, VERIFIED, verdict.reason)
+    return OperatorReport(name, "fla", version, MISSING if version == "-" else REFUSED, verdict.reason)
 
 
 def _fla_version() -> str:
@@ -156,6 +164,7 @@ def _place(module: nn.Module, like: Tensor) -> nn.Module:
 def _convolution(normal: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
     z, window = normal(2, 40, 24), normal(2, 24, 4)
     convolution = _place(K3ShortConvolution(24, 4), z)
+    convolution.weight.copy_(normal(24, 1, 4))
     found, _ = convolution(z, window)
     stream = torch.cat([window[..., 1:], z.mT], dim=-1).double()
     return found, F.silu(F.conv1d(stream, convolution.weight.double(), groups=24)).mT

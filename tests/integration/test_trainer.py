@@ -53,3 +53,13 @@ def test_the_trainers_way_of_loading_shards(tmp_path: Path) -> None:
     load_sharded_checkpoint(model, str(tmp_path), strict=False)
     assert len(list(tmp_path.glob("*.safetensors"))) > 3
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), saved.parameters(), strict=True))
+
+
+def test_prediction_with_attentions_whose_entries_may_be_none(tmp_path: Path) -> None:
+    """They are left out of what the Trainer joins over batches."""
+    model = build(tiny_config(layers="KM", num_experts=4))
+    model.set_attn_implementation("eager")
+    model.config.output_attentions = True
+    arguments = TrainingArguments(str(tmp_path), per_device_eval_batch_size=8, report_to=[], use_cpu=True)
+    found = Trainer(model, arguments).predict(Rows()).predictions
+    assert found.shape == (16, 10, model.config.vocab_size)

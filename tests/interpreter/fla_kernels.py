@@ -15,12 +15,15 @@ from tests.interpreter import shims
 
 shims.install()
 
-from modeling_k3 import attn_res_fla, kda_fla, kda_paths, kda_verdicts  # noqa: E402
+from modeling_k3 import attn_res_fla, fused_kernel, kda_fla, kda_paths, kda_verdicts  # noqa: E402
 from modeling_k3.attn_res import mix_residuals  # noqa: E402
 from modeling_k3.attn_res_fla import probe_fused_mix  # noqa: E402
+from modeling_k3.fused_kernel import FusedKernel  # noqa: E402
 from modeling_k3.kda_check import compare, make_case  # noqa: E402
 from modeling_k3.kda_fla import Kernels, find_kernels, fla_kda  # noqa: E402
 from modeling_k3.kda_ops import recurrent_kda  # noqa: E402
+from modeling_k3.norms import FUSED_GATED_NORM, K3RMSNormGated, gated_norm  # noqa: E402
+from modeling_k3.short_conv import FUSED_FILTER, K3ShortConvolution, filter_and_silu  # noqa: E402
 from tests.models import max_diff  # noqa: E402
 from tests.tolerances import bound  # noqa: E402
 
@@ -29,10 +32,13 @@ WIDTH = 32
 
 @pytest.fixture(autouse=True)
 def kernels_run_on_the_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> Iterator[None]:
-    monkeypatch.setattr(kda_fla, "SUPPORTED_DEVICES", ["cuda", "cpu"])
+    for module in (kda_fla, fused_kernel):
+        monkeypatch.setattr(module, "SUPPORTED_DEVICES", ["cuda", "cpu"])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(kda_verdicts, "_seen", {})
     kda_paths.reset_choices()
+    for kernel in (FUSED_GATED_NORM, FUSED_FILTER):
+        kernel.reset()
     yield
     kda_paths.reset_choices()
 
@@ -84,3 +90,31 @@ def test_fused_mixture_over_depth(monkeypatch: pytest.MonkeyPatch) -> None:
         assert probe_fused_mix(torch.device("cpu"), torch.float32).passed
         h, p = attn_res_fla._call(sources, query, gain, 1e-5)
     assert max_diff(h, expected_h) < bound("unit_fp32_max_abs") and max_diff(p, expected_p) < bound("unit_fp32_max_abs")
+
+
+@pytest.mark.parametrize("kernel", [FUSED_GATED_NORM, FUSED_FILTER], ids=lambda kernel: kernel.name)
+def test_layer_kernels_forward_and_gradients(kernel: FusedKernel) -> None:
+    verdict = kernel.probe(torch.device("cpu"), torch.float32)
+    assert verdict.passed, verdict
+
+
+def test_the_gated_norm_takes_the_kernel() -> None:
+    norm, generator = K3RMSNormGated(WIDTH, eps=1e-3), torch.Generator().manual_seed(0)
+    norm.weight.data = torch.randn(WIDTH, generator=generator)
+    x, gate = (torch.randn(2, 5, 3, WIDTH, generator=generator) * 0.05 for _ in range(2))
+    assert FUSED_GATED_NORM.try_call(x.dtype, x, gate, norm.weight, eps=1e-3) is not None
+    assert max_diff(norm(x, gate), gated_norm(x, gate, norm.weight, 1e-3)) < bound("unit_fp32_max_abs")
+
+
+@pytest.mark.parametrize("length", [1, 9])
+def test_the_convolution_takes_the_kernel(length: int) -> None:
+    """Continued from a window, and with padding."""
+    convolution, generator = K3ShortConvolution(WIDTH, 4), torch.Generator().manual_seed(0)
+    z, window = torch.randn(2, length, WIDTH, generator=generator), torch.randn(2, WIDTH, 4, generator=generator)
+    stream, taps = torch.cat([window.mT, z], dim=1)[:, 1:], convolution.weight[:, 0]
+    assert FUSED_FILTER.try_call(z.dtype, stream, taps) is not None
+    c, after = convolution(z, window)
+    assert max_diff(c, filter_and_silu(stream, taps)) < bound("unit_fp32_max_abs")
+    assert torch.equal(after, torch.cat([window, z.mT], dim=-1)[..., -4:])
+    padded, _ = convolution(torch.cat([z + 1, z], dim=1), window, torch.arange(2 * length).expand(2, -1) >= length)
+    assert max_diff(padded[:, length:], c) < bound("unit_fp32_max_abs")

@@ -1,7 +1,12 @@
 """The attention form against the recurrence, its weights against what they must do, its limits."""
 
+import weakref
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from modeling_k3 import kda_exact
 from modeling_k3.kda_ops import exact_kda, recurrent_kda
@@ -58,6 +63,44 @@ def test_a_huge_decay_leaves_its_neighbours_alone() -> None:
     inputs[3][:, 5::16] = -1e4
     o, _ = recurrent_kda(*inputs)
     assert max_diff(exact_kda(*(x.float() for x in inputs))[0], o) < bound("unit_kda_fp32_max_abs")
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts what the operations inside it allocate and hold at once, in bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known: set[int] = set()
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, torch.Tensor) and id(x.untyped_storage()) not in self.known:
+                storage = x.untyped_storage()
+                self.known.add(id(storage))
+                self.now += storage.nbytes()
+                weakref.finalize(storage, self._freed, id(storage), storage.nbytes())
+        self.peak = max(self.peak, self.now)
+        return result
+
+    def _freed(self, key: int, size: int) -> None:
+        self.known.discard(key)
+        self.now -= size
+
+
+def test_memory_grows_with_the_tokens_and_not_with_their_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kda_exact, "BLOCK", 32)
+    peaks = []
+    for length, weights in ((256, False), (512, False), (512, True)):
+        inputs = kda_inputs(1, length, 2, 8, 8)
+        with LiveBytes() as live, torch.no_grad():
+            results = exact_kda(*inputs, output_weights=weights)
+        assert live.now >= sum(x.nbytes for x in results)
+        peaks.append(live.peak)
+    pairs = 2 * 512 * 512 * 8
+    assert peaks[1] < 2.1 * peaks[0] and peaks[1] < 0.5 * pairs, peaks
+    assert peaks[2] > pairs, "the weights themselves are counted"
 
 
 def test_too_many_weights_are_refused_before_anything_is_computed() -> None:

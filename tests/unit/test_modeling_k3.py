@@ -108,14 +108,35 @@ def test_router_logits_of_the_sparse_layers_in_fp32(tiny: K3ForCausalLM) -> None
     assert {x.dtype for x in outputs.router_logits} == {torch.float32}
 
 
-def test_attentions_of_the_mla_layers(tiny: K3ForCausalLM, logits: Tensor) -> None:
+def test_attentions_stand_at_the_place_of_their_layer(tiny: K3ForCausalLM, logits: Tensor) -> None:
     model = copy.deepcopy(tiny)
+    kinds = model.config.layer_types
+    assert model(IDS, output_attentions=True).attentions == (None,) * len(kinds), "sdpa forms none either"
     model.set_attn_implementation("eager")
     outputs = model(IDS, output_attentions=True)
-    assert [tuple(a.shape) for a in outputs.attentions] == [(2, 3, 12, 12)] * 2
-    assert within(outputs.attentions[0].sum(-1), torch.ones(2, 3, 12), "sums_to_one")
-    assert outputs.attentions[0].triu(1).abs().max() == 0
+    assert [kind == "linear_attention" for kind in kinds] == [a is None for a in outputs.attentions]
+    full = [a for a in outputs.attentions if a is not None]
+    assert [tuple(a.shape) for a in full] == [(2, 3, 12, 12)] * 2
+    assert within(full[0].sum(-1), torch.ones(2, 3, 12), "sums_to_one") and full[0].triu(1).abs().max() == 0
     assert within(outputs.logits, logits, "same_function_fp32")
+    exact = model(IDS, output_attentions=True, kda_implementation="exact").attentions
+    assert [a.shape[0] for a in exact] == [2] * len(kinds) and all(a.shape[2:] == (12, 12) for a in exact)
+    model.set_kda_implementation("exact", layers=[0])
+    some = model(IDS, output_attentions=True, return_dict=False)[-1]
+    assert [a is None for a in some] == [k == "linear_attention" and i > 0 for i, k in enumerate(kinds)]
+
+
+def test_attentions_while_generating(tiny: K3ForCausalLM) -> None:
+    model = copy.deepcopy(tiny)
+    model.set_attn_implementation("eager")
+    options = {"max_new_tokens": 3, "do_sample": False, "output_attentions": True, "return_dict_in_generate": True}
+    for beams in (1, 2):
+        steps = model.generate(IDS, num_beams=beams, eos_token_id=None, **options).attentions
+        assert len(steps) == 3
+        for step in steps:
+            assert [a is None for a in step] == [kind == "linear_attention" for kind in model.config.layer_types]
+    with pytest.raises(ValueError, match="output_attentions=True with drafts"):
+        model.generate(IDS[:1], prompt_lookup_num_tokens=2, **options)
 
 
 def test_nothing_is_recorded_unless_asked_for(tiny: K3ForCausalLM) -> None:

@@ -8,6 +8,7 @@ import torch
 from rich.console import Console
 
 from modeling_k3.kda_check import Finding
+from modeling_k3.kda_verdicts import Verdict
 from modeling_k3.readiness import operators
 from modeling_k3.readiness.doctor import as_table, is_ready, write_json
 from modeling_k3.readiness.operators import MISSING, REFUSED, VERIFIED, OperatorReport, judge, summarize
@@ -22,6 +23,20 @@ def test_simple_operators_and_experts_are_verified() -> None:
 def test_fla_is_not_available_on_a_cpu() -> None:
     report = operators._fla("KDA", "cpu", False)
     assert report.status in (MISSING, REFUSED) and "tensors are on cpu" in report.reason
+
+
+def test_kernels_around_the_recurrence_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> Verdict:
+        raise RuntimeError("no kernel image")
+
+    passed = Verdict(True, "agrees with float64")
+    assert operators._fused("gated norm", "cpu", lambda *x: passed).status == MISSING
+    monkeypatch.setattr(operators, "SUPPORTED_DEVICES", ["cpu"])
+    monkeypatch.setattr(operators, "_fla_version", lambda: "fla-core 0.6.0")
+    assert operators._fused("gated norm", "cpu", lambda *x: passed).status == VERIFIED
+    assert operators._fused("gated norm", "cpu", lambda *x: Verdict(False, "off by 1")).status == REFUSED
+    report = operators._fused("gated norm", "cpu", fail)
+    assert report.status == REFUSED and "no kernel image" in report.reason
 
 
 def test_one_failing_case_refuses_an_operator() -> None:
