@@ -1,6 +1,7 @@
 """Gated multi-head latent attention without positions (NoPE), cached as its latent."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -35,6 +36,16 @@ def eager_attention(
         scores = scores + attention_mask
     weights = scores.softmax(dim=-1, dtype=at_least_fp32(scores.dtype)).to(query.dtype)
     return (weights @ value).transpose(1, 2).contiguous(), weights
+
+
+def _to_one_width(*states: Tensor) -> tuple[Tensor, ...]:
+    """Append zeros to queries and keys, or to values, until all are equally wide.
+
+    The fused kernel of a CPU serves nothing else; without it torch forms the scores of all pairs of tokens. Zeros add
+    nothing to a score, and what they add to the result is cut off.
+    """
+    width = max(x.shape[-1] for x in states)
+    return tuple(x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in states)
 
 
 class K3MLAttention(nn.Module):
@@ -106,9 +117,13 @@ class K3MLAttention(nn.Module):
         else:
             if span is not None:
                 attention_mask = self._pair_mask(span, query)
-            key, value = self._expand(latent, shared)
-            attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
-            o, weights = attend(self, query, key, value, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs)
+            implementation = self.config._attn_implementation
+            attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
+            states = (query, *self._expand(latent, shared))
+            if implementation == "sdpa" and query.device.type == "cpu":
+                states = _to_one_width(*states)
+            o, weights = attend(self, *states, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs)
+            o = o[..., : self.v_head_dim]
         o = o.flatten(-2)
         if self.use_output_gate:
             o = (upcast(o) * upcast(self.g_proj(hidden_states)).sigmoid()).to(o.dtype)

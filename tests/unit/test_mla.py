@@ -207,6 +207,18 @@ def test_a_query_that_sees_nothing_leaves_no_nan(implementation: str) -> None:
 # -- implementations and precision --------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("v_head_dim", [5, 40])
+def test_no_score_per_pair_of_tokens_is_kept(v_head_dim: int) -> None:
+    """torch's fused kernel for a CPU takes one width only; keys and values have two."""
+    module, config = make("sdpa", v_head_dim=v_head_dim)
+    x = torch.randn(1, 9, config.hidden_size, dtype=torch.float64)
+    with torch.profiler.profile() as profile:
+        module(x)
+    called = {event.key for event in profile.key_averages()}
+    assert "aten::_scaled_dot_product_flash_attention_for_cpu" in called
+    assert "aten::_scaled_dot_product_attention_math" not in called
+
+
 def test_eager_and_sdpa_have_the_same_gradients() -> None:
     eager, _ = make("eager")
     fused, _ = make("sdpa")
