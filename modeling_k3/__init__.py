@@ -10,6 +10,7 @@ Dimension legend, used in docstrings, einsum strings, comments and test ids:
 """
 
 import importlib
+import importlib.util
 import sys
 
 __version__ = "0.1.0"
@@ -56,5 +57,9 @@ def _is_k3_command() -> bool:
         return False
 
 
+importlib.import_module(f"{__name__}.versions").check_versions()
 if not _is_k3_command():
     __getattr__("register")()
+    # A copy of the flat files alone, as a hub repository holds it, has no adapters.
+    if importlib.util.find_spec(f"{__name__}.adapters") is not None:
+        importlib.import_module(f"{__name__}.adapters.wiring").wire_peft()

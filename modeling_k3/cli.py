@@ -6,11 +6,12 @@ import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from modeling_k3.conversion.cli import app as convert
+from modeling_k3.planning.commands import add_commands as add_plan
 from modeling_k3.readiness.commands import add_commands
 
 app = typer.Typer(
@@ -44,50 +45,86 @@ def k3() -> None:
 
 @app.command()
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder of the run. An unfinished run in it is resumed.")] = Path(
-        "runs/demo"
-    ),
+    model: Annotated[Path | None, typer.Option(help="Folder of a trained model. Default: examples/pico.")] = None,
     data: Annotated[
         list[Path] | None,
         typer.Option(help="File or directory of text; may be given several times. Default: Python's own sources."),
     ] = None,
-    seconds: Annotated[float, typer.Option(min=1, help="Training time.")] = 120,
-    preset: Annotated[str, typer.Option(help="Name of a preset, or a folder with a config.json.")] = "pico",
-    seed: Annotated[int, typer.Option(min=0, help="Of start values and data order.")] = 0,
+    everything: Annotated[bool, typer.Option("--all", help="Measure on all held-out text, not on a sample.")] = False,
     threads: Annotated[
         int | None, typer.Option(min=1, help="CPU threads. Default: the cores there are, at most 8.")
     ] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Start over instead of resuming.")] = False,
     prompt: Annotated[str | None, typer.Option(help="Continued by the trained model at the end.")] = None,
+    train: Annotated[bool, typer.Option("--train", help="Train from scratch instead; needed by all below.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the run, runs/demo. An unfinished run in it is resumed.")
+    ] = None,
+    seconds: Annotated[float | None, typer.Option(min=1, help="Training time, 120.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="A number of steps instead: the same bits every time.")
+    ] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Windows per step, 8.")] = None,
+    sequence_length: Annotated[int | None, typer.Option(min=16, help="Bytes per window, 256.")] = None,
+    preset: Annotated[str | None, typer.Option(help="Name of a preset, pico, or a folder with a config.json.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Of start values and data order, 0.")] = None,
+    qat: Annotated[
+        bool | None, typer.Option("--qat", help="Train the experts on the MXFP4 grid and save a packed release.")
+    ] = None,
+    save: Annotated[Path | None, typer.Option(help="New folder that gets the model with a card.")] = None,
+    fresh: Annotated[bool | None, typer.Option("--fresh", help="Start over instead of resuming.")] = None,
 ) -> None:
-    """Train a small K3 from scratch in two minutes, save it, load it again and report. Ctrl-C is safe: it resumes."""
+    """Show a small trained K3: what it predicts of text it has not seen, how fast it is, what it writes.
 
-    def run() -> None:
-        from rich.console import Console
+    With --train a K3 is trained from scratch in two minutes, saved, loaded again and measured. Ctrl-C is safe.
+    """
+    settings = {
+        "seconds": seconds, "max_steps": steps, "batch_size": batch_size, "sequence_length": sequence_length,
+        "seed": seed, "qat": qat,
+    }  # fmt: skip
+    options = {"out": out, "preset": preset, "fresh": fresh, "save": save}
+    common = {"data": tuple(data or ()), "threads": threads, **({} if prompt is None else {"prompt": prompt})}
+    if train:
+        _readable(lambda: _train_demo(_given(settings), {**_given(options), **common}, model, everything))
+    else:
+        _readable(lambda: _start_demo({**common, "model": model, "everything": everything}, settings | options))
 
-        from modeling_k3.demo.run import PROMPT, DemoOptions, run_demo
-        from modeling_k3.demo.train import Interrupted, TrainSettings
 
-        options = DemoOptions(
-            out=out,
-            data=tuple(data or ()),
-            preset=preset,
-            settings=TrainSettings(seconds=seconds, seed=seed),
-            threads=threads,
-            fresh=fresh,
-            prompt=PROMPT if prompt is None else prompt,
+def _given(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _start_demo(options: dict[str, Any], training: dict[str, Any]) -> None:
+    """Show the model of `options`; options of `training` make no sense here."""
+    from rich.console import Console
+
+    from modeling_k3.demo import UserError
+
+    if given := list(_given(training)):
+        names = ", ".join("--" + name.replace("max_", "").replace("_", "-") for name in given)
+        raise UserError(f"{names} belong to a training: give --train as well.")
+    from modeling_k3.demo.start import StartOptions, start_demo
+
+    start_demo(StartOptions(**options), Console())
+
+
+def _train_demo(settings: dict[str, Any], options: dict[str, Any], model: Path | None, everything: bool) -> None:
+    """Train with the options that were given and the defaults of the others."""
+    from rich.console import Console
+
+    from modeling_k3.demo import UserError
+    from modeling_k3.demo.run import DemoOptions, run_demo
+    from modeling_k3.demo.train import Interrupted, TrainSettings
+
+    if model is not None or everything:
+        raise UserError("--model and --all show a trained model: leave out --train, or them.")
+    try:
+        run_demo(DemoOptions(settings=TrainSettings(**settings), **options), Console())
+    except Interrupted as stop:
+        again = shlex.join(["k3", *(word for word in sys.argv[1:] if word != "--fresh")])
+        typer.echo(
+            f"Stopped after step {stop.step} ({stop.elapsed:.0f} s trained), everything is saved.\nGo on with:  {again}"
         )
-        try:
-            run_demo(options, Console())
-        except Interrupted as stop:
-            again = shlex.join(["k3", *(word for word in sys.argv[1:] if word != "--fresh")])
-            typer.echo(
-                f"Stopped after step {stop.step} ({stop.elapsed:.0f} of {seconds:g} s), everything is saved.\n"
-                f"Go on with:  {again}"
-            )
-            raise typer.Exit(INTERRUPTED) from None
-
-    _readable(run)
+        raise typer.Exit(INTERRUPTED) from None
 
 
 @app.command()
@@ -206,6 +243,7 @@ def _fail(message: str) -> NoReturn:
     raise typer.Exit(USAGE_ERROR)
 
 
+add_plan(app, _readable)
 add_commands(app, _readable)
 
 

@@ -129,6 +129,11 @@ def unwrap(config: dict[str, Any], dropped_by_library: frozenset[str] = frozense
     return flat
 
 
+def is_own_class_map(class_map: Any) -> bool:
+    """Whether an `auto_map` names the classes of this code, from a folder or from a repository ("name--file.class")."""
+    return isinstance(class_map, dict) and str(class_map.get("AutoConfig")).endswith("configuration_k3.K3Config")
+
+
 def _unwrap_released(config: dict[str, Any], dropped_by_library: frozenset[str]) -> dict[str, Any]:
     """Lift the text part of a released dictionary; keep the wrapper and the unread inner entries."""
     outer = deepcopy({key: value for key, value in config.items() if key != "text_config"})
@@ -136,8 +141,8 @@ def _unwrap_released(config: dict[str, Any], dropped_by_library: frozenset[str])
     inner_type = inner.get("model_type")
     if inner_type not in (RELEASED_TEXT_MODEL_TYPE, FLAT_MODEL_TYPE, None):
         raise ValueError(f"text_config.model_type={inner_type!r} is not a K3 text model; allowed is 'kimi_linear'")
-    outer.pop("auto_map", None)
     inner.pop("auto_map", None)
+    class_map = outer.pop("auto_map", None)
     injected = {key: outer.pop(key) for key in _INJECTED if key in outer and key != "dtype"}
     defaults = {key: deepcopy(inner[key]) for key in _LIBRARY_DEFAULTS if key in inner}
     aside = {key: inner.pop(key) for key in list(inner) if key in _KEPT_ASIDE or key in dropped_by_library}
@@ -151,6 +156,9 @@ def _unwrap_released(config: dict[str, Any], dropped_by_library: frozenset[str])
     flat = {**inner, **injected}
     flat["model_type"] = FLAT_MODEL_TYPE
     flat["architectures"] = ["K3ForCausalLM"]
+    if is_own_class_map(class_map):
+        # The library looks for the classes of an upload there; a save leaves it to `hub_code`.
+        flat["auto_map"] = class_map
     flat["released_config"] = {"outer": outer, "text_config": aside, "defaults": defaults}
     return flat
 
@@ -163,7 +171,7 @@ def wrap(flat: dict[str, Any]) -> dict[str, Any]:
     flat = deepcopy(flat)
     kept = flat.pop("released_config")
     outer, aside = kept["outer"], kept["text_config"]
-    for key in ("model_type", "architectures", "transformers_version"):
+    for key in ("model_type", "architectures", "transformers_version", "auto_map"):
         flat.pop(key, None)
     inner = {**kept.get("defaults", {}), **flat, **aside}
     for key, value in _OURS_AT_REST.items():

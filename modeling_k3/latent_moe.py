@@ -63,6 +63,14 @@ class K3Router(Float32Parameters):
             weights = weights.masked_fill(self.overflow(chosen, real), 0)
         return logits, weights * self.scale, chosen
 
+    @torch.no_grad()
+    def guess(self, hidden_states: Tensor) -> list[int]:
+        """Expert numbers that `forward` would about choose, in the weights' own precision: for reading ahead only."""
+        if hidden_states.device != self.weight.device:
+            return []
+        logits = F.linear(hidden_states.to(self.weight.dtype), self.weight).float()
+        return self._choose(self.scores(logits) + self.e_score_correction_bias).flatten().unique().tolist()
+
     def scores(self, logits: Tensor) -> Tensor:
         """Turn logits [tokens, N] into scores s, without the bias."""
         return logits.sigmoid() if self.scoring == "sigmoid" else logits.softmax(dim=-1)
@@ -146,13 +154,19 @@ def balance_loss(routers: Sequence[K3Router], logits: Sequence[Tensor], padding_
         padding_mask: [B, T], 0 or False at padding; None: no padding.
 
     Raises:
-        ValueError: the logits were recorded without a gradient, as under reentrant gradient checkpointing.
+        ValueError: the logits were recorded without a gradient, as under reentrant gradient checkpointing; or a mask
+            of pairs of tokens.
     """
     wanting = [each for router, each in zip(routers, logits, strict=True) if router.weight.requires_grad]
     if torch.is_grad_enabled() and not all(each.requires_grad for each in wanting):
         raise ValueError(
             "router_balancing='aux_loss' gets no gradient under reentrant gradient checkpointing; allowed is "
             "gradient_checkpointing_kwargs={'use_reentrant': False}, or another router_balancing"
+        )
+    if padding_mask is not None and padding_mask.numel() != len(logits[0]):
+        raise ValueError(
+            f"attention_mask has shape {tuple(padding_mask.shape)}; allowed with router_balancing='aux_loss' is "
+            "[batch, tokens]"
         )
     real = None if padding_mask is None else padding_mask.flatten().bool()
     losses = [router.balance_loss(each, real) for router, each in zip(routers, logits, strict=True)]
@@ -194,6 +208,8 @@ class K3LatentMoE(nn.Module):
         z = self.routed_expert_down_proj(x) if self.has_latent else x
         real = None if padding_mask is None else padding_mask.flatten()
         _, weights, chosen = self.gate(z if self.routes_on_latent else x, real)
+        if self.experts.pages is not None:
+            self.experts.pages.seen = x
         s = self.experts(z, chosen, weights)
         if self.has_latent_norm:
             s = self.routed_expert_norm(s)

@@ -18,6 +18,7 @@ from .cache import K3Cache
 from .checkpoint import VISION_TENSORS, register_conversions
 from .configuration_k3 import K3Config
 from .decoder_layer import K3DecoderLayer
+from .expert_memory import K3ExpertMemory
 from .generation import K3GenerationMixin
 from .initialization import init_k3_module
 from .kda import K3DeltaAttention, check_kda_implementation
@@ -25,7 +26,6 @@ from .latent_moe import K3Router, balance_loss
 from .masks import PACKING_ARGUMENTS, CallMasks, check_cache, check_inputs, check_labels, is_tracing, read_call
 from .norms import K3RMSNorm
 from .outputs import K3CausalLMOutput, K3LayerWeights, K3ModelOutput
-from .persistence import K3Persistence
 from .precision import KEEP_IN_FP32
 from .quantizer import register_quantizer
 
@@ -33,7 +33,7 @@ register_conversions()
 register_quantizer()
 
 
-class K3PreTrainedModel(K3Persistence):
+class K3PreTrainedModel(K3ExpertMemory):
     """What all K3 models share: how they are initialised, loaded and split."""
 
     config: K3Config
@@ -59,9 +59,13 @@ class K3PreTrainedModel(K3Persistence):
 
     @classmethod
     def from_pretrained(
-        cls, path: str | PathLike | None, *args: Any, kda_implementation: str | None = None, **kwargs: Any
+        cls,
+        pretrained_model_name_or_path: str | PathLike | None,
+        *args: Any,
+        kda_implementation: str | None = None,
+        **kwargs: Any,
     ) -> "K3PreTrainedModel":
-        """Load a checkpoint; see `K3Persistence.from_pretrained`.
+        """Load a checkpoint; see `K3ExpertMemory.from_pretrained` and `K3Persistence.from_pretrained`.
 
         Args:
             kda_implementation: as in `set_kda_implementation`, from the start; None leaves "auto".
@@ -71,7 +75,7 @@ class K3PreTrainedModel(K3Persistence):
         """
         if kda_implementation is not None:
             check_kda_implementation(kda_implementation)
-        loaded = super().from_pretrained(path, *args, **kwargs)
+        loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         if kda_implementation is not None:
             (loaded[0] if isinstance(loaded, tuple) else loaded).set_kda_implementation(kda_implementation)
         return loaded
@@ -198,7 +202,9 @@ class K3Model(K3PreTrainedModel):
             cache.note_padding(padding, *p.shape[:2], p.device)
         for name in PACKING_ARGUMENTS:
             kwargs.pop(name, None)
+        self.count_cache(cache)
         common = {"padding_mask": padding, "packing": masks.packing, "span": masks.span, "cache": cache, **kwargs}
+        common.setdefault("output_attentions", self.config.output_attentions)
 
         blocks: tuple[Tensor, ...] = ()
         # The config counts: drafting with the first layers lowers it for a moment.
@@ -279,7 +285,6 @@ class K3ForCausalLM(K3PreTrainedModel, K3GenerationMixin):
         logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
         loss = aux_loss = None
         if labels is not None:
-            own = label_count(labels, **{**kwargs, "num_items_in_batch": None})
             kwargs["num_items_in_batch"] = label_count(labels, **kwargs)
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         if self.config.router_balancing == "aux_loss" and outputs.router_logits:
@@ -287,6 +292,7 @@ class K3ForCausalLM(K3PreTrainedModel, K3GenerationMixin):
             aux_loss = balance_loss(routers, outputs.router_logits, attention_mask)
         if balances and aux_loss is not None:
             # Accumulated micro-batches count by their labels, as the rest of the loss does.
+            own = label_count(labels, **{**kwargs, "num_items_in_batch": None})
             loss = loss + self.config.router_aux_loss_coef * aux_loss * (own / kwargs["num_items_in_batch"])
         return K3CausalLMOutput(
             loss=loss,

@@ -37,12 +37,12 @@ class Oracle:
 
     Args:
         config: released keys, flat; `K3Config.to_dict()` has them.
-        weights: released names.
+        weights: released names. What is computed is differentiable with respect to them.
     """
 
     def __init__(self, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
         self.config, self.linear = config, config["linear_attn_config"]
-        self.weights = {name: tensor.detach().double() for name, tensor in weights.items()}
+        self.weights = {name: tensor.double() for name, tensor in weights.items()}
         self.eps = config["rms_norm_eps"]
         self.truth = Truth(torch.empty(0))
 
@@ -107,7 +107,7 @@ class Oracle:
         streams = {
             s: self._convolve([self._linear(x_t, f"{name}{s}_proj") for x_t in x], f"{name}{s}_conv1d") for s in "qkv"
         }
-        state = torch.zeros(heads, width, width, dtype=torch.float64)
+        state = [torch.zeros(width, width, dtype=torch.float64) for _ in range(heads)]
         outputs = []
         for t, x_t in enumerate(x):
             q, k, v = (streams[s][t].view(heads, width) for s in "qkv")
@@ -132,7 +132,7 @@ class Oracle:
                 o = state[h] @ q_h
                 heads_out.append(_rms(o, self.eps) * self.weights[f"{name}o_norm.weight"] * torch.sigmoid(gate[h]))
             outputs.append(self._linear(torch.cat(heads_out), f"{name}o_proj"))
-        self.truth.states.append(state)
+        self.truth.states.append(torch.stack(state))
         return outputs
 
     def _mla(self, x: list[Tensor], name: str) -> list[Tensor]:
@@ -182,7 +182,7 @@ class Oracle:
             if c["num_shared_experts"] is not None:
                 s = s + self._mlp(x_t, f"{moe}shared_experts.", "gate_proj", "up_proj", "down_proj")
             outputs.append(s)
-            chosen_by_token.append(chosen)
+            chosen_by_token.append({expert: weight.item() for expert, weight in chosen.items()})
         self.truth.chosen.append(chosen_by_token)
         return outputs
 
@@ -196,7 +196,7 @@ class Oracle:
             inner = g * torch.sigmoid(g) * u
         return self._linear(inner, f"{name}{down}")
 
-    def _route(self, x: Tensor, name: str) -> dict[int, float]:
+    def _route(self, x: Tensor, name: str) -> dict[int, Tensor]:
         """Section 4.7: expert -> weight."""
         c = self.config
         logits = self._linear(x, name)
@@ -209,7 +209,7 @@ class Oracle:
             best = sorted(value, key=value.__getitem__)[-kept:]
             choice = [v if e // size in best else float("-inf") for e, v in enumerate(choice)]
         chosen = sorted(range(len(choice)), key=choice.__getitem__)[-c["num_experts_per_token"] :]
-        weights = {e: scores[e].item() for e in chosen}
+        weights = {e: scores[e] for e in chosen}
         if c["moe_renormalize"] and len(chosen) > 1:
             total = sum(weights.values()) + 1e-20
             weights = {e: weight / total for e, weight in weights.items()}

@@ -1,18 +1,18 @@
-"""The two-minute demo: train a small K3 from scratch on text that every machine has, and report what came out.
+"""The demo: a small K3 that was trained on text that every machine has; or train one from scratch, and report.
 
 One module per concern, read in this order:
 
     corpus        which files are read, and which of them are held out
     tokenizer     bytes as ids, and the block of control tokens
-    optim         which parameter is updated how (Muon, AdamW), and the schedule
-    balance       the routers' biases
     state         training state on disk: atomic, resumable, no pickle
-    train         the loop
+    train         the loop; optimizer, schedule, balancing and quantisation come from `modeling_k3.training`
     measure       bits per byte, speed, memory
     display       what is shown meanwhile
     chart, report what is shown at the end
+    card          a finished model with its card, as in examples/pico
     text          prompt in, streamed continuation out (also `k3 generate`)
-    run           the whole of it, `k3 demo`
+    run           the whole of it, `k3 demo --train`
+    start         `k3 demo`: the finished model of examples/pico
 
 Nothing is imported here, so that `import modeling_k3.demo` costs nothing.
 """

@@ -3,7 +3,7 @@
 import hashlib
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,19 +65,23 @@ class Corpus:
     held_out_text: bytes
 
 
-def load_corpus(paths: Sequence[Path] = (), *, held_out_bytes: int = HELD_OUT_BYTES) -> Corpus:
+def load_corpus(
+    paths: Sequence[Path] = (), *, held_out_bytes: int = HELD_OUT_BYTES, held_out_names: Collection[str] | None = None
+) -> Corpus:
     """Read text and split it by a hash of the file names.
 
     Args:
         paths: files or directories; directories are searched for text files of any kind. Empty: the sources of the
             standard library of the running Python.
         held_out_bytes: documents are held out, in the order of their hashes, until they hold this many bytes.
+        held_out_names: if given, the documents of these names instead: what a finished run held out, found again.
 
     Returns:
         The corpus. The same files give the same split and the same order, whatever the machine.
 
     Raises:
-        UserError: a path does not exist, or there is too little text to hold out that much and train on as much again.
+        UserError: a path does not exist, or there is too little text to hold out that much and train on as much again;
+            none of the named documents is there.
     """
     found = [pair for path in paths for pair in _files_below(path)] if paths else list(_stdlib_files())
     documents, skipped = _read(found)
@@ -86,6 +90,13 @@ def load_corpus(paths: Sequence[Path] = (), *, held_out_bytes: int = HELD_OUT_BY
     # One huge file must not become the measure of everything, so such files are held out last.
     documents.sort(key=lambda document: (2 * len(document.data) > held_out_bytes, document.rank, document.name))
 
+    if held_out_names is not None:
+        parts = [[d for d in documents if (d.name in held_out_names) is wanted] for wanted in (False, True)]
+        if not parts[1]:
+            raise UserError(
+                f"none of the {len(held_out_names)} held-out documents is among the {len(documents)} found."
+            )
+        return _assemble(*parts, skipped)
     held_out: list[Document] = []
     train: list[Document] = []
     size = 0

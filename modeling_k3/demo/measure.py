@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from modeling_k3.experts import iter_experts
+
 WINDOW = 1024
 _BATCH = 4
 
@@ -54,6 +56,18 @@ def bits_per_id(model: PreTrainedModel, windows: Tensor) -> float:
     """Mean bits per id over windows [n, T + 1]: a quick look at a sample of the held-out text."""
     nats = sum(_nats(model, batch.long()) for batch in windows.split(_BATCH))
     return nats / math.log(2) / (windows.shape[0] * (windows.shape[1] - 1))
+
+
+@torch.no_grad()
+def sampled_bits_per_byte(
+    model: PreTrainedModel, windows: Tensor, watch: Callable[[float], None] = lambda share: None
+) -> float:
+    """`bits_per_byte` over a sample: windows [n, T + 1] of byte ids, in which ids from 256 on are no text."""
+    nats, parts = 0.0, windows.split(_BATCH)
+    for done, batch in enumerate(parts, start=1):
+        nats += _nats(model, batch.long())
+        watch(done / len(parts))
+    return nats / math.log(2) / int((windows[:, 1:] < 256).sum())
 
 
 def sample_windows(stream: Tensor, count: int, length: int = 513) -> Tensor:
@@ -131,9 +145,12 @@ def usable_cores() -> int:
 
 
 def count_parameters(model: PreTrainedModel) -> dict[str, int]:
-    """All parameters, and those that one token passes through (of the routed experts, only the chosen share)."""
-    total = sum(parameter.numel() for parameter in model.parameters())
-    experts = sum(parameter.numel() for name, parameter in model.named_parameters() if ".experts." in name)
+    """All weights, and those that one token passes through (of the routed experts, only the chosen share).
+
+    Packed experts count as the weights they hold, not as bytes.
+    """
+    total = model.num_parameters()
+    experts = sum(module.count_weights() for _, module in iter_experts(model))
     config = model.config
     share = config.num_experts_per_token / config.num_experts if experts else 1.0
     return {"total": total, "active": total - experts + round(experts * share)}

@@ -28,26 +28,30 @@ def show_report(console: Console, report: dict[str, Any]) -> None:
     Args:
         report: the contents of `report.json`.
     """
-    bits, training, speed = report["bits_per_byte"], report["training"], report["speed"]
+    bits, training, speed = report["bits_per_byte"], report.get("training"), report["speed"]
     held_out, parameters = report["held_out"], report["parameters"]
+    before = f"{bits['before']:.2f} → " if "before" in bits else ""
+    sample = f" (measured on {held_out['sample_bytes']:,} of them)" if "sample_bytes" in held_out else ""
     table = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
     table.add_column(style="dim")
     table.add_column()
     table.add_row("parameters", f"{parameters['total']:,}, of which {parameters['active']:,} work on each token")
     table.add_row(
         "held-out bits per byte",
-        f"[bold]{bits['before']:.2f} → {bits['after']:.2f}[/bold]   ("
+        f"[bold]{before}{bits['after']:.2f}[/bold]   ("
         + ", ".join(f"{name} {level:.2f}" for name, level in bits["references"].items())
         + ")",
     )
     table.add_row(
-        "held out", f"{held_out['bytes']:,} bytes in {held_out['documents']} documents chosen by a hash of their names"
+        "held out",
+        f"{held_out['bytes']:,} bytes in {held_out['documents']} documents chosen by a hash of their names{sample}",
     )
-    table.add_row(
-        "training",
-        f"{training['tokens']:,} tokens in {training['steps']:,} steps, {training['seconds']:.0f} s, "
-        f"{training['tokens_per_second']:,.0f} tokens/s",
-    )
+    if training is not None:
+        table.add_row(
+            "training",
+            f"{training['tokens']:,} tokens in {training['steps']:,} steps, {training['seconds']:.0f} s, "
+            f"{training['tokens_per_second']:,.0f} tokens/s",
+        )
     table.add_row(
         "speed",
         f"prefill {speed['prefill_tokens_per_second']:,.0f} tokens/s ({speed['prefill_tokens']:,} at once), "
@@ -55,7 +59,8 @@ def show_report(console: Console, report: dict[str, Any]) -> None:
     )
     table.add_row("peak memory", f"{report['memory']['peak_bytes'] / 2**20:,.0f} MiB")
     table.add_row("checkpoint", Text(report["files"]["model"]))
-    table.add_row("loss curve", Text(report["files"]["curve"]))
+    if "curve" in report["files"]:
+        table.add_row("loss curve", Text(report["files"]["curve"]))
     console.print(table)
     show_continuation(console, report["prompt"], report["continuation"])
 

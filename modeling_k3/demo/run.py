@@ -1,7 +1,8 @@
-"""`k3 demo`: from text to a trained, saved, reloaded and measured model."""
+"""`k3 demo --train`: from text to a trained, saved, reloaded and measured model."""
 
 import hashlib
 import json
+import platform
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,9 +24,11 @@ from transformers.utils import logging as transformers_logging
 
 from modeling_k3 import K3Config, register
 from modeling_k3.configuration import preset_names, preset_path
+from modeling_k3.training.qat import export_released
 
 from . import UserError
 from .allocator import keep_freed_memory
+from .card import save_with_card
 from .chart import draw_curve
 from .corpus import HELD_OUT_BYTES, Corpus, load_corpus
 from .display import Display
@@ -46,7 +49,7 @@ _MAX_PARAMETERS = 100_000_000
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """What `k3 demo` was asked to do.
+    """What `k3 demo --train` was asked to do.
 
     Args:
         out: folder of everything that is written.
@@ -56,6 +59,7 @@ class DemoOptions:
         threads: of torch; None takes the cores there are.
         fresh: forget what is in `out`.
         prompt: continued at the end.
+        save: folder that gets the finished model with a card and its curve; None for none.
         held_out_bytes: see `load_corpus`.
     """
 
@@ -66,6 +70,7 @@ class DemoOptions:
     threads: int | None = None
     fresh: bool = False
     prompt: str = PROMPT
+    save: Path | None = None
     held_out_bytes: int = HELD_OUT_BYTES
 
     @property
@@ -97,11 +102,13 @@ def run_demo(options: DemoOptions, console: Console) -> dict[str, Any]:
     config = demo_config(options.preset)
     if options.fresh:
         _forget(options)
+    if options.save is not None and options.save.exists():
+        raise UserError(f"{options.save} exists already; remove it or choose another folder.")
     corpus = load_corpus(options.data, held_out_bytes=options.held_out_bytes)
     identity = {"text": corpus.fingerprint, "model": _fingerprint(config)}
     if (report := _finished_report(options, identity)) is not None:
         console.print("This run is finished; --fresh starts over.")
-        return _report_again(options, report, console)
+        return _save(options, _report_again(options, report, console), console)
 
     console.print(
         f"{options.preset}: {corpus.train_bytes:,} bytes of text to train on, {corpus.held_out_bytes:,} held out"
@@ -111,6 +118,13 @@ def run_demo(options: DemoOptions, console: Console) -> dict[str, Any]:
     report = _measure(options, corpus, progress, console)
     write_json(options.out / "report.json", report)
     show_report(console, report)
+    return _save(options, report, console)
+
+
+def _save(options: DemoOptions, report: dict[str, Any], console: Console) -> dict[str, Any]:
+    if options.save is not None:
+        save_with_card(options.model, options.out / "loss.png", report, options.save)
+        console.print(f"saved with its card in {options.save}")
     return report
 
 
@@ -172,7 +186,7 @@ def _finished_report(options: DemoOptions, identity: dict[str, str]) -> dict[str
 
 def _report_again(options: DemoOptions, report: dict[str, Any], console: Console) -> dict[str, Any]:
     if options.prompt != report["prompt"]:
-        continuation = _continue(options, *load(options.model))
+        continuation = continue_text(*load(options.model, "float32"), options.prompt, options.settings.seed)
         report = {**report, "prompt": options.prompt, "continuation": continuation}
     show_report(console, report)
     return report
@@ -204,8 +218,11 @@ def _train(
     )
     sweep(options.out)
     unfinished = options.out / ".unfinished-model"
-    model.save_pretrained(unfinished)
-    build_tokenizer().save_pretrained(unfinished)
+    if options.settings.qat:
+        export_released(model, unfinished, dtype=torch.bfloat16, tokenizer=build_tokenizer())
+    else:
+        model.save_pretrained(unfinished)
+        build_tokenizer().save_pretrained(unfinished)
     publish(unfinished, options.model)
     return progress
 
@@ -213,7 +230,8 @@ def _train(
 def _measure(options: DemoOptions, corpus: Corpus, progress: dict[str, Any], console: Console) -> dict[str, Any]:
     """Load the saved model and measure it. Returns the report."""
     settings = options.settings
-    model, tokenizer = load(options.model)
+    # What was saved in bfloat16 is computed in float32: on a CPU that is faster, and rounds less.
+    model, tokenizer = load(options.model, "float32")
     with Display(console) as display:
         after = bits_per_byte(
             model, corpus.held_out, corpus.held_out_bytes, display.stage("measuring the trained model")
@@ -232,7 +250,12 @@ def _measure(options: DemoOptions, corpus: Corpus, progress: dict[str, Any], con
             "documents": len(corpus.held_out_files),
             "names": list(corpus.held_out_files),
         },
-        "text": {"train_bytes": corpus.train_bytes, "skipped": corpus.skipped, "fingerprint": corpus.fingerprint},
+        "text": {
+            "train_bytes": corpus.train_bytes,
+            "skipped": corpus.skipped,
+            "fingerprint": corpus.fingerprint,
+            "python": None if options.data else platform.python_version(),
+        },
         "training": {
             "steps": progress["step"],
             "tokens": tokens,
@@ -242,7 +265,7 @@ def _measure(options: DemoOptions, corpus: Corpus, progress: dict[str, Any], con
         },
         "speed": speed(model, corpus.held_out[:1024]),
         "prompt": options.prompt,
-        "continuation": _continue(options, model, tokenizer),
+        "continuation": continue_text(model, tokenizer, options.prompt, options.settings.seed),
         "memory": {"peak_bytes": peak_memory()},
         "threads": torch.get_num_threads(),
         "files": {"model": str(options.model), "curve": str(options.out / "loss.png")},
@@ -252,16 +275,16 @@ def _measure(options: DemoOptions, corpus: Corpus, progress: dict[str, Any], con
     return report
 
 
-def _continue(options: DemoOptions, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Continue the prompt with the library's own pipeline."""
+def continue_text(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, seed: int) -> str:
+    """Continue a prompt with the library's own pipeline."""
     generate = pipeline(
         "text-generation",
         model=model,
         tokenizer=tokenizer,
     )
-    set_seed(options.settings.seed)
+    set_seed(seed)
     sampling = Sampling(max_new_tokens=_CONTINUATION_TOKENS, temperature=0.9, top_p=0.95)
-    return generate(options.prompt, return_full_text=False, **sampling.arguments())[0]["generated_text"]
+    return generate(prompt, return_full_text=False, **sampling.arguments())[0]["generated_text"]
 
 
 def _draw(options: DemoOptions, report: dict[str, Any]) -> None:

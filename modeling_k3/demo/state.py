@@ -20,13 +20,13 @@ _STEP = re.compile(r"^step-(\d+)$")
 _UNFINISHED = ".unfinished-"
 
 
-def save_state(root: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer], progress: dict[str, Any]) -> Path:
+def save_state(root: Path, model: nn.Module, optimizer: torch.optim.Optimizer, progress: dict[str, Any]) -> Path:
     """Write the state of `progress["step"]` and remove older ones. Killed at any moment, a complete state remains.
 
     Args:
         root: folder of all states.
         model: the model being trained.
-        optimizers: their moments are saved under the parameters' names.
+        optimizer: its moments are saved under the parameters' names.
         progress: what else is needed to go on; must be JSON.
 
     Returns:
@@ -39,7 +39,7 @@ def save_state(root: Path, model: nn.Module, optimizers: list[torch.optim.Optimi
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     save_model(model, str(unfinished / "model.safetensors"))
-    tensors = _flatten(model, optimizers)
+    tensors = _flatten(model, optimizer)
     tensors["rng"] = torch.get_rng_state()
     save_file(tensors, unfinished / "optimizer.safetensors")
     write_json(unfinished / "progress.json", progress)
@@ -83,8 +83,8 @@ def read_progress(root: Path) -> dict[str, Any] | None:
     return json.loads((states[-1][1] / "progress.json").read_text()) if states else None
 
 
-def load_state(root: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
-    """Put the latest state into `model`, `optimizers` and torch's generator, and sweep up unfinished folders.
+def load_state(root: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Put the latest state into `model`, `optimizer` and torch's generator, and sweep up unfinished folders.
 
     Raises:
         FileNotFoundError: there is no state.
@@ -97,7 +97,7 @@ def load_state(root: Path, model: nn.Module, optimizers: list[torch.optim.Optimi
     load_model(model, folder / "model.safetensors")
     tensors = load_file(folder / "optimizer.safetensors")
     torch.set_rng_state(tensors.pop("rng"))
-    _unflatten(model, optimizers, tensors)
+    _unflatten(model, optimizer, tensors)
 
 
 def sweep(root: Path) -> None:
@@ -118,24 +118,21 @@ def _states(root: Path) -> list[tuple[int, Path]]:
     return sorted(found)
 
 
-def _flatten(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, Tensor]:
+def _flatten(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Optimizer state as tensors named `moment/parameter name`."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     return {
         f"{key}/{names[parameter]}": value.contiguous()
-        for optimizer in optimizers
         for parameter, state in optimizer.state.items()
         for key, value in state.items()
     }
 
 
-def _unflatten(model: nn.Module, optimizers: list[torch.optim.Optimizer], tensors: dict[str, Tensor]) -> None:
+def _unflatten(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
     parameters = dict(model.named_parameters())
-    owner = {p: o for o in optimizers for group in o.param_groups for p in group["params"]}
     for full_name, value in tensors.items():
         key, name = full_name.split("/", 1)
-        parameter = parameters[name]
-        owner[parameter].state[parameter][key] = value
+        optimizer.state[parameters[name]][key] = value
 
 
 def _flush(path: Path) -> None:

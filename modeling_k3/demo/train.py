@@ -4,6 +4,7 @@ import math
 import signal
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -14,11 +15,14 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from transformers import PreTrainedModel
 
+from modeling_k3.training.balancing import RouterBalancer
+from modeling_k3.training.optimizers import MuonAdamW, build_optimizer
+from modeling_k3.training.qat import fake_quantized_experts
+from modeling_k3.training.schedule import rate_at, set_progress
+
 from . import UserError
-from .balance import QuantileBalancer
 from .corpus import Corpus
 from .measure import bits_per_id, sample_windows
-from .optim import build_optimizers, head_rows, rate_at, set_progress
 from .state import load_state, read_progress, save_state
 
 
@@ -30,14 +34,15 @@ class TrainSettings:
         seconds: training time, held-out looks and saving included; the schedule follows the share of it that is spent.
         max_steps: if given, this many steps instead: the run is then reproducible to the bit on one machine.
         batch_size, sequence_length: ids per step are their product.
-        lr, muon_lr: peak rates of AdamW and Muon.
+        lr, muon_lr: peak rates of AdamW and Muon; without a `muon_lr` everything is AdamW's.
         weight_decay: decoupled, for matrices only.
         warmup, floor: share of the run spent on the rise; share of the peak rate left at the end.
         clip: largest norm of the gradient.
-        balance_memory: share of the routers' biases that one step keeps, see `QuantileBalancer`.
+        balance_memory: share of the routers' biases that one step keeps, see `RouterBalancer`.
         looks: how often the held-out sample is measured over the whole run.
         look_windows: its size in windows of 512 bytes.
         save_seconds: a state is written at least this often.
+        qat: train the routed experts on the MXFP4 grid, for an export without loss.
         seed: start values and order of the data.
     """
 
@@ -46,7 +51,7 @@ class TrainSettings:
     batch_size: int = 8
     sequence_length: int = 256
     lr: float = 4e-3
-    muon_lr: float = 6e-3
+    muon_lr: float | None = 6e-3
     weight_decay: float = 0.1
     warmup: float = 0.03
     floor: float = 0.02
@@ -55,6 +60,7 @@ class TrainSettings:
     looks: int = 16
     look_windows: int = 32
     save_seconds: float = 10.0
+    qat: bool = False
     seed: int = 0
 
 
@@ -162,30 +168,25 @@ def train(
         Interrupted: after saving, when a signal asked for it.
         UserError: the saved state belongs to other settings or other text.
     """
-    optimizers = build_optimizers(
-        model,
-        lr=settings.lr,
-        muon_lr=settings.muon_lr,
-        weight_decay=settings.weight_decay,
-        head_dims=head_rows(model),
-    )
-    progress = read_progress(root)
-    if progress is None:
-        progress = {
-            "step": 0,
-            "elapsed": 0.0,
-            "finished": False,
-            "before": first_look(),
-            "settings": asdict(settings),
-            "identity": identity,
-            "curve": {"train": [], "held_out": []},
-        }
-        save_state(root, model, optimizers, progress)
-    else:
-        require_same_run(progress, settings, identity)
-        load_state(root, model, optimizers)
-    if not progress["finished"]:
-        _Loop(model, corpus, settings, root, optimizers, progress, watch).run()
+    optimizer = build_optimizer(model, lr=settings.lr, muon_lr=settings.muon_lr, weight_decay=settings.weight_decay)
+    with fake_quantized_experts(model) if settings.qat else nullcontext():
+        progress = read_progress(root)
+        if progress is None:
+            progress = {
+                "step": 0,
+                "elapsed": 0.0,
+                "finished": False,
+                "before": first_look(),
+                "settings": asdict(settings),
+                "identity": identity,
+                "curve": {"train": [], "held_out": []},
+            }
+            save_state(root, model, optimizer, progress)
+        else:
+            require_same_run(progress, settings, identity)
+            load_state(root, model, optimizer)
+        if not progress["finished"]:
+            _Loop(model, corpus, settings, root, optimizer, progress, watch).run()
     return progress
 
 
@@ -216,15 +217,15 @@ class _Loop:
         corpus: Corpus,
         settings: TrainSettings,
         root: Path,
-        optimizers: list[torch.optim.Optimizer],
+        optimizer: MuonAdamW,
         progress: dict[str, Any],
         watch: Callable[[Tick], None],
     ) -> None:
-        self.model, self.settings, self.root, self.optimizers = model, settings, root, optimizers
+        self.model, self.settings, self.root, self.optimizer = model, settings, root, optimizer
         self.progress, self.watch = progress, watch
         self.windows = Windows(corpus.train, settings.sequence_length, settings.seed)
         self.sample = sample_windows(corpus.held_out, settings.look_windows)
-        self.balancer = QuantileBalancer(model, settings.balance_memory)
+        self.balancer = RouterBalancer(model, memory=settings.balance_memory)
 
     def run(self) -> None:
         """Step until the budget is spent or someone asks to stop; save in both cases."""
@@ -245,12 +246,12 @@ class _Loop:
                     curve["held_out"].append([round(time.perf_counter() - began, 3), progress["step"], round(look, 4)])
                 progress["elapsed"] = time.perf_counter() - began
                 if progress["elapsed"] - saved_at > settings.save_seconds:
-                    save_state(self.root, model, self.optimizers, progress)
+                    save_state(self.root, model, self.optimizer, progress)
                     saved_at = progress["elapsed"]
                 rate = settings.batch_size * settings.sequence_length / took
                 self.watch(Tick(progress["step"], progress["elapsed"], min(self.share(), 1.0), bits, look, rate))
             progress["finished"] = self.share() >= 1
-            save_state(self.root, model, self.optimizers, progress)
+            save_state(self.root, model, self.optimizer, progress)
         self.balancer.close()
         if not progress["finished"]:
             raise Interrupted(progress["step"], progress["elapsed"])
@@ -264,13 +265,12 @@ class _Loop:
     def step(self, share: float) -> float:
         """One update. Returns the mean bits per id of the batch before it."""
         settings = self.settings
-        set_progress(self.optimizers, rate_at(share, warmup=settings.warmup, floor=settings.floor))
+        set_progress(self.optimizer, rate_at(share, warmup=settings.warmup, floor=settings.floor))
         ids = self.windows.batch(self.progress["step"] * settings.batch_size, settings.batch_size)
         loss = self.model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
         clip_grad_norm_(self.model.parameters(), settings.clip)
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
         self.balancer.step()
         return loss.item() / math.log(2)

@@ -22,9 +22,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from modeling_k3.demo import UserError
+from modeling_k3.demo.corpus import load_corpus
 from modeling_k3.demo.run import DemoOptions, run_demo
+from modeling_k3.demo.start import StartOptions, start_demo
 from modeling_k3.demo.state import read_progress
 from modeling_k3.demo.train import Interrupted, Tick, TrainSettings, Windows, train
+from tests.models import tiny_config
 
 HELD_OUT = 6_000
 QUICK = TrainSettings(max_steps=12, batch_size=2, sequence_length=64, looks=4, look_windows=2)
@@ -150,12 +153,87 @@ def test_fresh_starts_over_and_touches_nothing_else(texts: Path, preset: str, tm
     assert (tmp_path / "mine.txt").read_text() == "keep"
 
 
+# -- on the released grid, with a card, and shown again ----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def released(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A short quantisation-aware run that was saved with its card."""
+    root = tmp_path_factory.mktemp("released")
+    tiny_config(
+        layers="KM",
+        hidden_size=32,
+        vocab_size=512,
+        routed_expert_hidden_size=32,
+        moe_intermediate_size=32,
+    ).save_pretrained(root / "preset")
+    options = DemoOptions(
+        out=root / "run",
+        data=(texts,),
+        preset=str(root / "preset"),
+        settings=replace(QUICK, max_steps=20, qat=True),
+        threads=1,
+        held_out_bytes=HELD_OUT,
+        save=root / "model",
+    )
+    return root / "model", run_demo(options, QUIET)
+
+
+def test_what_was_trained_on_the_grid_is_saved_as_a_release(released: tuple[Path, dict[str, Any]]) -> None:
+    folder, report = released
+    config = json.loads((folder / "config.json").read_text())
+    assert config["model_type"] == "kimi_k3"
+    names = load_file(folder / "model.safetensors")
+    assert any(name.endswith("experts.0.w1.weight_packed") for name in names)
+    assert names["language_model.lm_head.weight"].dtype == torch.bfloat16
+    assert report["bits_per_byte"]["after"] < report["bits_per_byte"]["before"] - 0.5
+    dense = AutoModelForCausalLM.from_pretrained(folder, dequantize=True)
+    assert report["parameters"]["total"] == sum(parameter.numel() for parameter in dense.parameters())
+
+
+def test_the_card_says_what_was_measured_and_how_to_repeat_it(released: tuple[Path, dict[str, Any]]) -> None:
+    folder, report = released
+    card = (folder / "README.md").read_text()
+    assert f"**{report['bits_per_byte']['after']:.3f}**" in card and "routed experts MXFP4" in card
+    assert "k3 demo --train --qat --steps 20 --batch-size 2 --sequence-length 64" in card
+    saved = json.loads((folder / "report.json").read_text())
+    assert saved["held_out"]["names"] == report["held_out"]["names"] and "files" not in saved
+    assert imread(folder / "loss.png").ndim == 3
+
+
+def test_a_saved_model_is_measured_on_text_it_has_not_seen(released: tuple[Path, dict[str, Any]], texts: Path) -> None:
+    folder, report = released
+    names = report["held_out"]["names"]
+    corpus = load_corpus((texts,), held_out_names=names)
+    assert set(corpus.held_out_files) == set(names)
+    assert not set(corpus.train_files) & set(names)
+    console = Console(record=True, width=120, file=io.StringIO())
+    options = StartOptions(folder, (texts,), everything=True, threads=1, prompt="def ", held_out_bytes=HELD_OUT)
+    shown = start_demo(options, console)
+    assert "held-out bits per byte" in console.export_text()
+    # The same split, the same files: the same figure as at the end of the training.
+    assert shown["bits_per_byte"]["after"] == report["bits_per_byte"]["after"]
+    sampled = start_demo(replace(options, everything=False), QUIET)
+    assert 0 < sampled["held_out"]["sample_bytes"] <= shown["held_out"]["bytes"]
+    assert sampled["bits_per_byte"]["after"] == pytest.approx(shown["bits_per_byte"]["after"], rel=0.1)
+
+
+def test_a_model_that_does_not_say_what_it_has_seen_is_not_measured(
+    released: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    shutil.copytree(released[0], tmp_path / "model")
+    (tmp_path / "model" / "report.json").unlink()
+    with pytest.raises(UserError, match="does not say which text was held out"):
+        start_demo(StartOptions(model=tmp_path / "model", threads=1), QUIET)
+    with pytest.raises(UserError, match="none of the 2 held-out documents"):
+        load_corpus((Path(__file__).parent,), held_out_names=["a", "b"])
+
+
 # -- interrupted and resumed ------------------------------------------------------------------------------------------
 
 
 def start(options: DemoOptions, watch: Any = lambda tick: None) -> dict[str, Any]:
     """Train only, without measuring."""
-    from modeling_k3.demo.corpus import load_corpus
     from modeling_k3.demo.run import demo_config
 
     corpus = load_corpus(options.data, held_out_bytes=options.held_out_bytes)

@@ -44,7 +44,7 @@ def test_a_script_that_happens_to_be_called_k3_registers(tmp_path: Path) -> None
 
 def test_ctrl_c_in_the_command_says_how_to_go_on_and_it_does(texts: Path, preset: str, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    words = ["--out", str(out), "--preset", preset, "--data", str(texts), "--seconds", "3", "--threads", "1"]
+    words = ["--train", "--out", str(out), "--preset", preset, "--data", str(texts), "--seconds", "3", "--threads", "1"]
     command = k3("demo", *words)
     with subprocess.Popen([*command, "--fresh"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         for line in process.stdout:
@@ -53,7 +53,7 @@ def test_ctrl_c_in_the_command_says_how_to_go_on_and_it_does(texts: Path, preset
         process.send_signal(signal.SIGINT)
         output, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
-    assert "everything is saved" in output and f"k3 demo --out {out}" in output and "--fresh" not in output
+    assert "everything is saved" in output and f"k3 demo --train --out {out}" in output and "--fresh" not in output
     assert "Traceback" not in errors
     step = read_progress(out / "checkpoints")["step"]
 
@@ -72,10 +72,12 @@ def test_ctrl_c_in_the_command_says_how_to_go_on_and_it_does(texts: Path, preset
         (["--data", __file__], "too little text"),
         (["--seconds", "-3"], "--seconds"),
         (["--colour"], "--colour"),
+        (["--model", "examples/pico"], "leave out --train"),
+        (["--save", str(Path(__file__).parent)], "exists already"),
     ],
 )
 def test_what_cannot_work_is_refused_readably(words: list[str], message: str, tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["demo", "--out", str(tmp_path / "run"), *words])
+    result = CliRunner().invoke(app, ["demo", "--train", "--out", str(tmp_path / "run"), *words])
     assert result.exit_code == 2
     assert message in result.output
     assert "Traceback" not in result.output

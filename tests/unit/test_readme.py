@@ -10,7 +10,7 @@ import typer
 from modeling_k3 import K3Config, K3ForCausalLM
 from modeling_k3.cli import app
 from modeling_k3.configuration import preset_names, preset_path
-from modeling_k3.demo.run import DemoOptions
+from modeling_k3.demo.start import PICO
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -27,7 +27,7 @@ def test_links_lead_somewhere() -> None:
 
 def test_the_first_block_begins_with_the_import_that_registers() -> None:
     first = re.search(r"```python\n(.*?)```", README, re.DOTALL)[1]
-    assert first.startswith("import modeling_k3") and f'"{DemoOptions().model}"' in first
+    assert first.startswith("import modeling_k3") and f'"{PICO.relative_to(ROOT)}"' in first
 
 
 @pytest.mark.parametrize("name", sorted(set(preset_names())))

@@ -1,0 +1,93 @@
+"""Pretrain a K3 from scratch with the library's Trainer: streamed text, packing, K3's optimizer, exact resuming.
+
+python examples/pretrain.py --output runs/pretrain --max-steps 300             # again: goes on from the last checkpoint
+"""
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from real_text import source_files
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
+
+from modeling_k3 import K3Config
+from modeling_k3.configuration import preset_path
+from modeling_k3.training import (
+    K3TrainingCallback,
+    OptimizerFactory,
+    PackingCollator,
+    export_released,
+    fake_quantized_experts,
+)
+
+PICO = Path(__file__).with_name("pico")
+
+
+class Documents(torch.utils.data.IterableDataset):
+    """Files as documents of at most `length` tokens, read while training; a resumed run skips what it has seen.
+
+    Args:
+        folder: of the .py files; None for the standard library.
+        tokenizer: any.
+        length: longer files are cut, and every part is a document of its own.
+    """
+
+    def __init__(self, folder: str | None, tokenizer: object, length: int) -> None:
+        self.folder, self.tokenizer, self.length = folder, tokenizer, length
+
+    def __iter__(self) -> Iterator[dict[str, list[int]]]:
+        while True:
+            for text in source_files(self.folder):
+                # Control tokens spelled out in a file stay text.
+                ids = self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+                ids = [self.tokenizer.bos_token_id, *ids, self.tokenizer.eos_token_id]
+                for start in range(0, len(ids) - 1, self.length):
+                    yield {"input_ids": ids[start : start + self.length]}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Train, or go on training, and export the result as a release."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", default="runs/pretrain")
+    parser.add_argument("--text", help="folder of .py files; default: the standard library")
+    parser.add_argument("--config", default=str(preset_path("pico")), help="folder with a config.json")
+    parser.add_argument("--tokenizer", default=str(PICO))
+    parser.add_argument("--max-steps", type=int, default=300)
+    parser.add_argument("--save-steps", type=int, default=100)
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--export", help="folder for the result in the released layout, experts MXFP4")
+    options = parser.parse_args(arguments)
+
+    tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
+    model = AutoModelForCausalLM.from_config(K3Config.from_pretrained(options.config))
+    trainer = Trainer(
+        model,
+        TrainingArguments(
+            options.output,
+            max_steps=options.max_steps,
+            save_steps=options.save_steps,
+            per_device_train_batch_size=4,
+            logging_steps=max(options.max_steps // 50, 1),
+            lr_scheduler_type="cosine",
+            warmup_steps=0.01,
+            max_grad_norm=1.0,
+            report_to=[],
+        ),
+        train_dataset=Documents(options.text, tokenizer, options.length),
+        data_collator=PackingCollator(options.length, pad_token_id=tokenizer.pad_token_id),
+        processing_class=tokenizer,
+        optimizer_cls_and_kwargs=(OptimizerFactory, {"lr": 4e-3, "muon_lr": 6e-3, "weight_decay": 0.1}),
+        callbacks=[K3TrainingCallback(plot=Path(options.output) / "training.png")],
+    )
+    last = get_last_checkpoint(options.output) if Path(options.output).is_dir() else None
+    # From the first step on the experts compute with the values that the export will hold.
+    with fake_quantized_experts(model):
+        trainer.train(resume_from_checkpoint=last)
+    if options.export:
+        print(export_released(model, options.export, dtype=torch.bfloat16, tokenizer=tokenizer))
+
+
+if __name__ == "__main__":
+    main()

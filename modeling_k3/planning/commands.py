@@ -1,0 +1,111 @@
+"""`k3 plan`. Neither it nor what it imports needs torch."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def add_commands(app: typer.Typer, readable: Callable[[Callable[[], None]], None]) -> None:
+    """Add the command to `app`.
+
+    Args:
+        readable: runs a command and turns what the user can put right into one line and an exit code.
+    """
+
+    @app.command()
+    def plan(
+        model: Annotated[str, typer.Argument(help="Preset, folder with a config.json, or that file.")],
+        budget: Annotated[
+            str | None, typer.Option(help="Main memory for the process, e.g. 24GiB. Without: only what things cost.")
+        ] = None,
+        context: Annotated[int, typer.Option(min=1, help="Tokens of a row, prompt and answer.")] = 4096,
+        batch: Annotated[int, typer.Option(min=1, help="Rows.")] = 1,
+        mode: Annotated[str, typer.Option(help="infer, lora or train.")] = "infer",
+        dtype: Annotated[str | None, typer.Option(help="Number format. Default: the config's.")] = None,
+        dense: Annotated[str, typer.Option(help="Dense part: full, int8, nf4 or fp4.")] = "full",
+        experts: Annotated[str, typer.Option(help="Experts: auto, full, mxfp4, int8, nf4 or fp4.")] = "auto",
+        prefill_chunk: Annotated[
+            int | None, typer.Option(min=1, help="Tokens at once. Default: by the budget.")
+        ] = None,
+        rollback: Annotated[int, typer.Option(min=0, help="Tokens that can be taken back.")] = 0,
+        prefix: Annotated[int, typer.Option(min=0, help="Tokens in the prefix cache.")] = 0,
+        optimizer: Annotated[str, typer.Option(help="When training: adamw, muon or sgd.")] = "adamw",
+        checkpointing: Annotated[
+            bool, typer.Option("--checkpointing", help="Run layers again in the backward.")
+        ] = False,
+        world: Annotated[int, typer.Option(min=1, help="Accelerators to spread the layers over.")] = 1,
+        scenarios: Annotated[bool, typer.Option("--scenarios", help="Laptop, one GPU, eight GPUs.")] = False,
+        json: Annotated[Path | None, typer.Option(help="Write everything to this file as well.")] = None,
+        png: Annotated[Path | None, typer.Option(help="Draw stacked bars into this file.")] = None,
+    ) -> None:
+        """Say what a model takes, part by part, and how it runs inside a budget of memory. Loads nothing."""
+        use = {
+            "context": context, "batch": batch, "mode": mode, "dtype": dtype, "dense": dense, "optimizer": optimizer,
+            "rollback_tokens": rollback, "prefix_tokens": prefix, "checkpointing": checkpointing,
+        }  # fmt: skip
+        readable(lambda: run_plan(model, budget, use, experts, prefill_chunk, world, scenarios, json, png))
+
+
+def run_plan(
+    model: str,
+    budget: str | None,
+    use: dict,
+    experts: str,
+    chunk: int | None,
+    world: int,
+    side_by_side: bool,
+    json: Path | None,
+    png: Path | None,
+) -> None:
+    """Plan or count, print, write."""
+    from modeling_k3.demo import UserError
+
+    try:
+        lines, content, bars = _answer(model, budget, use, experts, chunk, world, side_by_side)
+    except (ValueError, TypeError) as error:
+        raise UserError(str(error)) from error
+    typer.echo("\n".join(lines))
+    if json is not None or png is not None:
+        from modeling_k3.planning import report
+
+        if json is not None:
+            report.write_json(content, json)
+        if png is not None:
+            report.draw(bars, png, f"{Path(model).name}: memory")
+
+
+def _answer(
+    model: str, budget: str | None, use: dict, experts: str, chunk: int | None, world: int, side_by_side: bool
+) -> tuple[list[str], object, dict]:
+    """Lines, content for JSON, bars for the picture."""
+    from dataclasses import asdict
+
+    from modeling_k3.planning import report
+    from modeling_k3.planning.plan import base_workload, plan_memory
+    from modeling_k3.planning.shape import read_shape
+    from modeling_k3.planning.workload import memory_table
+
+    if side_by_side:
+        from modeling_k3.planning.scenarios import scenarios
+
+        found = scenarios(model, use["context"])
+        bars = {f"{s.title}\n{name}": memory for s in found for name, memory in s.memories.items()}
+        return report.scenario_lines(found), [asdict(scenario) for scenario in found], bars
+    if budget is not None:
+        plan = plan_memory(model, budget, experts=experts, prefill_chunk=chunk, **use)
+        items = {name: size for group in plan.table.values() for name, size in group.items()}
+        return report.plan_lines(plan), plan.as_dict(), {plan.name: (plan.budget, items)}
+    shape = read_shape(model)
+    chosen = base_workload(shape, experts=experts, **use, **({} if chunk is None else {"prefill_chunk": chunk}))
+    table = memory_table(shape, chosen)
+    lines, content = report.table_lines(table), {"workload": vars(chosen), "bytes": table}
+    if world > 1:
+        from modeling_k3.planning.devices import split_layers
+        from modeling_k3.planning.sizes import format_bytes
+
+        split = split_layers(shape, chosen, world)
+        lines.append(f"weights over {world} devices: {', '.join(map(format_bytes, split.weight_bytes))}")
+        content = {**content, "device_map": split.device_map(shape), "weight_bytes_by_device": split.weight_bytes}
+    return lines, content, {shape.name: (None, {n: s for group in table.values() for n, s in group.items()})}

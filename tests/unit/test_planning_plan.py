@@ -1,0 +1,145 @@
+"""Plans: they hold their budget, say what does not fit, and hand over every knob."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from modeling_k3.cli import app
+from modeling_k3.planning import MemoryPlanError, plan_memory
+from modeling_k3.planning.devices import split_layers
+from modeling_k3.planning.plan import base_workload, with_context
+from modeling_k3.planning.scenarios import scenarios
+from modeling_k3.planning.shape import read_shape
+
+
+def test_the_release_runs_in_24_gib_from_the_files() -> None:
+    plan = plan_memory("kimi-k3", "24GiB", context=131072)
+    assert (plan.dense_place, plan.expert_place, plan.use.experts) == ("mapped", "mapped", "mxfp4")
+    assert plan.used <= plan.budget == 24 << 30
+    assert plan.load_options() == {"dtype": "bfloat16", "expert_storage": "mapped"}
+    assert plan.generate_options() == {"prefill_chunk_size": 2048}
+    assert plan.latent_per_token == 27648
+
+
+@pytest.mark.parametrize("budget", ["10GiB", "24GiB", "200GiB", "1.2TiB", "4TiB"])
+@pytest.mark.parametrize("context", [512, 131072])
+def test_no_plan_overruns_its_budget(budget: str, context: int) -> None:
+    plan = plan_memory("kimi-k3", budget, context=context, rollback_tokens=8, prefix_tokens=1024)
+    assert plan.used <= plan.budget
+    assert all(size >= 0 for group in plan.table.values() for size in group.values())
+
+
+def test_experts_give_way_as_the_context_grows() -> None:
+    plan = plan_memory("kimi-k3", "24GiB", context=131072)
+    longer = with_context(plan, "kimi-k3", 262144)
+    assert longer.used <= plan.budget and longer.use.prefill_chunk == plan.use.prefill_chunk
+    assert longer.expert_bytes < plan.expert_bytes
+    held = [plan.expert_bytes_at(tokens) for tokens in (0, 65536, 131072)]
+    assert held[0] - held[1] == held[1] - held[2] == 65536 * plan.latent_per_token and held[2] == plan.expert_bytes
+    with pytest.raises(ValueError, match="allowed are 0 to 131072"):
+        plan.expert_bytes_at(131073)
+
+
+def test_pieces_get_smaller_before_anything_is_refused() -> None:
+    tight = plan_memory("kimi-k3", "9GiB", context=131072)
+    assert tight.use.prefill_chunk < 2048 and tight.used <= 9 << 30
+    with pytest.raises(MemoryPlanError):
+        plan_memory("kimi-k3", "9GiB", context=131072, prefill_chunk=2048)
+
+
+def test_too_little_memory_names_what_would_fit() -> None:
+    with pytest.raises(MemoryPlanError, match=r"does not fit in 24.0 GiB: it needs 3\d.* fit \d+ tokens") as caught:
+        plan_memory("kimi-k3", "24GiB", context=1048576)
+    nearest = caught.value.nearest
+    assert nearest.used <= nearest.budget == 24 << 30
+    assert plan_memory("kimi-k3", "24GiB", context=nearest.use.context).used <= 24 << 30
+    with pytest.raises(MemoryPlanError, match="it needs") as caught:
+        plan_memory("tiny", "1MiB")
+    assert caught.value.nearest.budget > 1 << 20
+
+
+def test_a_small_model_stays_in_memory_as_it_is() -> None:
+    plan = plan_memory("pico", "2GiB")
+    assert (plan.dense_place, plan.expert_place) == ("memory", "memory")
+    assert plan.load_options() == {"dtype": "float32", "expert_storage": "dense"}
+    assert plan.expert_bytes == plan.expert_total
+
+
+def test_a_dense_part_that_is_converted_cannot_stay_in_the_files() -> None:
+    with pytest.raises(MemoryPlanError, match="it needs 2"):
+        plan_memory("kimi-k3", "24GiB", dtype="float32")
+    small = plan_memory("kimi-k3", "64GiB", dense="nf4")
+    assert small.dense_place == "memory" and small.expert_place == "mapped"
+    assert small.load_options()["quantization_config"]["bnb_4bit_quant_type"] == "nf4"
+    counted = plan_memory("pico", "2GiB", experts="int8")
+    with pytest.raises(ValueError, match="experts='int8' is not what from_pretrained can load"):
+        counted.load_options()
+
+
+@pytest.mark.parametrize("bad", [{"context": 0}, {"dense": "int3"}, {"dtype": "int8"}, {"mode": "train"}])
+def test_what_makes_no_sense_is_refused(bad: dict) -> None:
+    with pytest.raises(ValueError):
+        plan_memory("tiny", "2GiB", **bad)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 8])
+def test_layers_are_spread_whole_and_at_block_borders(devices: int) -> None:
+    shape = read_shape("kimi-k3")
+    split = split_layers(shape, base_workload(shape), devices)
+    assert len(split.starts) == devices and split.starts[0] == 0 and split.at_borders
+    assert all(start % 12 == 0 for start in split.starts)
+    found = split.device_map(shape)
+    assert {found[f"model.layers.{i}"] for i in range(93)} == set(range(devices))
+    assert found["model.layers.0"] == 0 and found["lm_head"] == devices - 1
+
+
+def test_more_devices_than_blocks_cut_inside_blocks() -> None:
+    shape = read_shape("kimi-k3")
+    split = split_layers(shape, base_workload(shape), 20)
+    assert len(set(split.starts)) == 20 and not split.at_borders
+    with pytest.raises(ValueError, match="must be 1 to 93"):
+        split_layers(shape, base_workload(shape), 94)
+
+
+def test_machines_side_by_side() -> None:
+    found = scenarios("kimi-k3")
+    assert len(found) == 3
+    assert all(sum(items.values()) <= size for s in found for size, items in s.memories.values())
+
+
+def test_the_command_answers_in_text_json_and_a_picture(tmp_path: Path) -> None:
+    done = CliRunner().invoke(
+        app,
+        ["plan", "kimi-k3", "--budget", "24GiB", "--context", "131072", "--json", str(tmp_path / "p.json"),
+         "--png", str(tmp_path / "p.png")],
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    assert "read from the files" in done.output and "24.0 GiB  of 24.0 GiB" in done.output
+    assert json.loads((tmp_path / "p.json").read_text())["load_options"]["expert_storage"] == "mapped"
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_command_counts_without_a_budget() -> None:
+    done = CliRunner().invoke(app, ["plan", "pico", "--mode", "train", "--context", "256"])
+    assert done.exit_code == 0 and "optimizer" in done.output
+    done = CliRunner().invoke(app, ["plan", "kimi-k3", "--world", "8"])
+    assert done.exit_code == 0 and "weights over 8 devices" in done.output
+
+
+def test_the_command_says_in_one_line_what_does_not_fit() -> None:
+    done = CliRunner().invoke(app, ["plan", "kimi-k3", "--budget", "4GiB", "--context", "131072"])
+    assert done.exit_code == 2 and done.output.count("\n") == 1 and "it needs" in done.output
+
+
+def test_the_command_does_not_pay_for_torch() -> None:
+    script = Path(sys.executable).parent / "k3"
+    if not script.is_file():
+        pytest.skip("the k3 script is not installed beside this interpreter")
+    command = [sys.executable, "-X", "importtime", str(script), "plan", "kimi-k3", "--budget", "24GiB"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert not loaded & {"torch", "transformers", "matplotlib"}
