@@ -17,10 +17,10 @@ TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n 2 -q
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check test-slow test-fla gpu-check clean
+.PHONY: help setup demo test check test-slow test-fla outside-test gpu-check clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 setup: $(STAMP) ## make .venv with the tested versions; runs once, and again when the pins change
 
@@ -33,7 +33,7 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@rm $(UNFINISHED) && touch $(STAMP)
 
-demo: $(STAMP) ## train and question a tiny model on this machine; options in ARGS="..."
+demo: $(STAMP) ## show a small trained model; ARGS="--train" trains one from scratch; options in ARGS="..."
 	$(BIN)/k3 demo $(ARGS)
 
 test: $(STAMP) ## all tests but the slow ones and those for a GPU (below 10 minutes on two cores)
@@ -56,6 +56,13 @@ $(FLA_STAMP): setup.cfg pyproject.toml constraints.txt
 
 test-fla: $(FLA_STAMP) ## fla's kernels on the CPU, under Triton's interpreter (1 minute)
 	$(TEST_ENV) TRITON_INTERPRET=1 $(FLA_VENV)/bin/python -m pytest -q tests/interpreter/fla_kernels.py $(ARGS)
+
+# The one place where a test fetches a package: kept in .venv, never in the tree.
+OUTSIDE := $(VENV)/outside
+
+outside-test: $(STAMP) ## transformers' own common tests over our classes (1 minute; fetches their source distribution)
+	$(BIN)/python -m tests.outside.fetch $(OUTSIDE)
+	OUTSIDE_TESTS=$(OUTSIDE) $(PYTEST) -rs tests/outside/transformers_common.py tests/outside/transformers_tokenizers.py $(ARGS)
 
 gpu-check: $(STAMP) ## for whoever has a GPU: which kernels are right on it, and how fast they are
 	$(BIN)/python -m modeling_k3.readiness.gpu_check $(ARGS)

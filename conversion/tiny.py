@@ -112,7 +112,7 @@ def checkpoint_items(config: K3Config, experts: str) -> list[Item]:
                 module.use_storage("packed")
     # As in the release, where 96 heads are stored as 128.
     length = (config.kda_num_heads // 64 + 1) * 64
-    padded = {canonical(name): length for name in model.state_dict() if name.endswith(".A_log")}
+    padded = {canonical(name): (length,) for name in model.state_dict() if name.endswith(".A_log")}
     found = released_items(model, model.state_dict(), Layout(prefix=TEXT_PREFIX, padded=padded), {})
     return sorted((_stored(item) for item in found), key=lambda item: _order(item.name))
 

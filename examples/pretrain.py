@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from real_text import source_files
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+from transformers.integrations import is_tensorboard_available
 from transformers.trainer_utils import get_last_checkpoint
 
 from modeling_k3 import K3Config
@@ -73,14 +74,15 @@ def main(arguments: list[str] | None = None) -> None:
             lr_scheduler_type="cosine",
             warmup_steps=0.01,
             max_grad_norm=1.0,
-            report_to=[],
+            report_to=["tensorboard"] if is_tensorboard_available() else [],
         ),
         train_dataset=Documents(options.text, tokenizer, options.length),
         data_collator=PackingCollator(options.length, pad_token_id=tokenizer.pad_token_id),
         processing_class=tokenizer,
         optimizer_cls_and_kwargs=(OptimizerFactory, {"lr": 4e-3, "muon_lr": 6e-3, "weight_decay": 0.1}),
-        callbacks=[K3TrainingCallback(plot=Path(options.output) / "training.png")],
     )
+    # At the front, so that TensorBoard sees the routers' and depth's figures: tensorboard --logdir runs/pretrain
+    K3TrainingCallback(plot=Path(options.output) / "training.png").attach(trainer)
     last = get_last_checkpoint(options.output) if Path(options.output).is_dir() else None
     # From the first step on the experts compute with the values that the export will hold.
     with fake_quantized_experts(model):

@@ -1,5 +1,6 @@
 """Real text that every Python brings along, for the other examples: source files, and questions about functions."""
 
+import hashlib
 import importlib
 import inspect
 import sysconfig
@@ -15,9 +16,11 @@ _MODULES += "traceback types typing urllib.parse uuid warnings weakref zipfile"
 
 
 def source_files(folder: str | None = None) -> Iterator[str]:
-    """The text of the .py files below a folder (the standard library by default), one after the other."""
+    """The text of the .py files below a folder (the standard library by default), shuffled alike everywhere."""
     root = Path(folder or sysconfig.get_paths()["stdlib"])
-    for path in sorted(root.rglob("*.py")):
+    for path in sorted(
+        root.rglob("*.py"), key=lambda path: hashlib.sha256(path.relative_to(root).as_posix().encode()).digest()
+    ):
         if not {"site-packages", "test", "tests"} & set(path.relative_to(root).parts):
             text = path.read_text(encoding="utf-8", errors="ignore")
             if text.strip():

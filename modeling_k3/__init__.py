@@ -21,6 +21,7 @@ _HOME = {
     "K3Signals": "signals",
     "PrefixCache": "prefix_cache",
     "K3Mxfp4Config": "quantizer",
+    "quantize_experts": "low_bits",
     "K3Model": "modeling_k3",
     "K3PreTrainedModel": "modeling_k3",
     "K3ForCausalLM": "modeling_k3",

@@ -4,16 +4,27 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AutoModel
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 from transformers.utils import can_return_tuple
 from transformers.utils.deprecation import deprecate_kwarg
 
 from .cache import K3Cache
-from .modeling_k3 import K3PreTrainedModel
+from .modeling_k3 import K3Model, K3PreTrainedModel
 
 
-class K3ForSequenceClassification(GenericForSequenceClassification, K3PreTrainedModel):
+class _KnownConfig:
+    """Makes AutoModel, which builds the decoder of the library's mixins, know the config's class."""
+
+    def __init__(self, config: Any) -> None:
+        # Code from a hub is registered by nobody, and a folder's config and model come from two copies of it.
+        if type(config) not in AutoModel._model_mapping:
+            AutoModel.register(type(config), K3Model)
+        super().__init__(config)
+
+
+class K3ForSequenceClassification(_KnownConfig, GenericForSequenceClassification, K3PreTrainedModel):
     """One label per sequence, read at its last real token.
 
     With an `attention_mask` the mask says which token that is, on whichever side the padding stands and whatever fills
@@ -63,5 +74,5 @@ class K3ForSequenceClassification(GenericForSequenceClassification, K3PreTrained
         )
 
 
-class K3ForTokenClassification(GenericForTokenClassification, K3PreTrainedModel):
+class K3ForTokenClassification(_KnownConfig, GenericForTokenClassification, K3PreTrainedModel):
     """One label per token."""

@@ -85,3 +85,13 @@ class K3DecoderLayer(GradientCheckpointingLayer):
             h, _ = self.mlp_res_proj([*blocks, p], self.mlp_res_norm(), eps=self.eps)
         x = self.post_attention_layernorm(h)
         return p + (self.block_sparse_moe(x, padding_mask) if self.is_sparse else self.mlp(x))
+
+
+def brought_to(layer: K3DecoderLayer, sources: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Finished blocks on the device where a layer computes, once for all layers there: hooks move them for each."""
+    hook = getattr(layer, "_hf_hook", None)
+    for each in getattr(hook, "hooks", (hook,)):
+        device = getattr(each, "execution_device", None)
+        if device is not None:
+            return tuple(source.to(device) for source in sources)
+    return sources

@@ -1,10 +1,13 @@
 """Where the experts of one layer stand in the checkpoint's files: zero-copy views, and reading ahead."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from .expert_shelf import Item
+from .residency import ExpertResidency
 from .tensor_files import Entry, TensorFile
 
 #: The released names of an expert's three matrices: gate, up, down.
@@ -21,6 +24,12 @@ class ExpertPages:
         num_experts: N.
         places: (expert, matrix, ending) -> file and entry, for every expert, matrix and ending of the kind.
     """
+
+    #: Number of the layer, and what decides which experts are in memory; None: the system.
+    layer: int = -1
+    residency: ExpertResidency | None = None
+    #: What this layer's router saw, for guessing what the next one's will choose.
+    seen: Tensor | None = None
 
     def __init__(
         self, kind: str, num_experts: int, places: dict[tuple[int, str, str], tuple[TensorFile, Entry]]
@@ -48,6 +57,8 @@ class ExpertPages:
 
     def parts(self, expert: int, matrices: Sequence[str]) -> tuple[Tensor, ...]:
         """Views of the matrices of one expert: codes and scales in turn, or plain weights. Read-only."""
+        if self.residency is not None:
+            self.residency.wait(self, expert)
         places = self.places[expert].tolist()
         return tuple(
             self._view(places[MATRICES.index(matrix)][index], matrix, ending)
@@ -69,18 +80,62 @@ class ExpertPages:
                 for ending, place in zip(self.endings, rows, strict=True):
                     yield f"{expert}.{matrix}.{ending}", self._view(place, matrix, ending)
 
-    def prefetch(self, experts: Iterable[int]) -> None:
-        """Ask the system to read experts ahead, in the background: they are about to be used one after the other.
+    def prefetch(self, experts: Sequence[int]) -> None:
+        """Read experts ahead, in the background: they are about to be used one after the other.
 
         Raises:
             ValueError: a file that they stand in was changed.
         """
-        ranges: dict[int, list[tuple[int, int]]] = {}
+        ranges = self._ranges(experts)
+        if self.residency is None:
+            for file, spans in ranges.items():
+                file.prefetch(spans)
+            return
+        for file in ranges:
+            file.check_unchanged()
+        seen, self.seen = self.seen, None
+        follows = self.layer in self.residency.following and 2 * len(experts) <= self.num_experts
+        guess = None if seen is None or not follows else partial(self._guess, seen.detach())
+        self.residency.announce(self, experts, guess)
+
+    def _guess(self, seen: Tensor) -> list[Item]:
+        """Experts of the next layer that its router would choose from what this layer's saw."""
+        router, pages = self.residency.following[self.layer]
+        return [Item(pages, expert) for expert in router.guess(seen)]
+
+    def _ranges(self, experts: Sequence[int]) -> dict[TensorFile, list[tuple[int, int]]]:
+        """Byte ranges of experts by file, neighbours joined."""
+        ranges: dict[TensorFile, list[tuple[int, int]]] = {}
         for file, start, stop in self.places[list(experts)].flatten(0, -2).tolist():
-            known = ranges.setdefault(file, [])
+            known = ranges.setdefault(self.files[file], [])
             if known and known[-1][1] == start:
                 known[-1] = (known[-1][0], stop)
             else:
                 known.append((start, stop))
-        for file, spans in ranges.items():
-            self.files[file].prefetch(spans)
+        return ranges
+
+    # What a residency asks for; several threads.
+
+    def expert_nbytes(self, expert: int) -> int:
+        """Bytes of one expert in the files."""
+        places = self.places[expert]
+        return int((places[..., 2] - places[..., 1]).sum())
+
+    def advise(self, expert: int) -> None:
+        """Ask the system to start reading one expert."""
+        for file, spans in self._ranges([expert]).items():
+            file.prefetch(spans)
+
+    def load(self, expert: int) -> None:
+        """Bring one expert into the page cache.
+
+        Raises:
+            ValueError, OSError: the file was changed or cannot be read.
+        """
+        for file, spans in self._ranges([expert]).items():
+            file.load(spans)
+
+    def drop(self, expert: int) -> None:
+        """Take one expert out of memory, its views stay good."""
+        for file, spans in self._ranges([expert]).items():
+            file.drop(spans)

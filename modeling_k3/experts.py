@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from .configuration_k3 import K3Config
+from .expert_groups import combine_groups
 from .expert_pages import ExpertPages
 from .mlp import gated_activation
 from .mxfp4 import GROUP, Workspace, expand, mxfp4_linear
@@ -172,6 +173,10 @@ class K3Experts(nn.Module):
         if is_plain or hidden_states.dtype == torch.float64:
             # The grouped kernels know no float64 and no packed weights; the definition does.
             return self.eager(hidden_states, top_k_index, top_k_weights)
+        if implementation == "grouped_mm" and hidden_states.device.type == "cpu" and not torch.compiler.is_compiling():
+            # Torch has no grouped product for a CPU, only a loop over experts; ours keeps and copies less.
+            stacks = (self.gate_up_proj, self.down_proj)
+            return combine_groups(hidden_states, top_k_index, top_k_weights, *stacks, self._apply_gate)
         combine = ALL_EXPERTS_FUNCTIONS.get_interface(implementation, None)
         return combine(self, hidden_states, top_k_index, top_k_weights)
 

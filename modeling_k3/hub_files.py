@@ -1,5 +1,6 @@
 """The hub: only the files that a load needs come down, and a saved folder goes up."""
 
+from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,14 @@ def fetch_part(repo: str | PathLike, depth: int, has_head: bool, options: dict[s
     return str(index.parents[len(Path(options.get("subfolder") or "").parts)])
 
 
-def upload(folder: Path, options: dict[str, Any]) -> None:
-    """Upload a saved folder; `repo_id`, `token`, `commit_message`, `create_pr` and `private` as in the library."""
+def upload(folder: Path, options: dict[str, Any], names: Sequence[str]) -> None:
+    """Upload what was saved; `repo_id`, `token`, `commit_message`, `create_pr` and `private` as in the library.
+
+    Args:
+        folder: of the save; what else lies there stays.
+        options: of `save_pretrained`.
+        names: of the files that were written.
+    """
     from huggingface_hub import HfApi
 
     api = HfApi(token=options.get("token"))
@@ -48,6 +55,7 @@ def upload(folder: Path, options: dict[str, Any]) -> None:
     api.upload_folder(
         repo_id=repo.repo_id,
         folder_path=folder,
+        allow_patterns=list(names),
         commit_message=options.get("commit_message"),
         create_pr=options.get("create_pr"),
     )

@@ -208,8 +208,10 @@ class K3LatentMoE(nn.Module):
         z = self.routed_expert_down_proj(x) if self.has_latent else x
         real = None if padding_mask is None else padding_mask.flatten()
         _, weights, chosen = self.gate(z if self.routes_on_latent else x, real)
-        if self.experts.pages is not None:
-            self.experts.pages.seen = x
+        # What adapters put around the experts may have no pages.
+        pages = getattr(self.experts, "pages", None)
+        if pages is not None:
+            pages.seen = x
         s = self.experts(z, chosen, weights)
         if self.has_latent_norm:
             s = self.routed_expert_norm(s)

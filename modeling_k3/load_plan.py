@@ -3,8 +3,9 @@
 A missing, unknown, truncated or wrongly shaped tensor is an error while nothing has changed.
 """
 
+import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,9 +27,12 @@ from .expert_pages import ENDINGS, MATRICES
 from .experts import PROJECTIONS, iter_experts
 from .mxfp4 import GROUP
 from .placement import LoadState
+from .stored_bits import take_stored
 from .tensor_files import Entry, TensorFile
 
 Place = tuple[TensorFile, Entry]
+#: The library's Kimi Linear saves the dense layers' MLP under the name of the experts' part.
+_SWAPPED = re.compile(r"^(layers\.\d+\.)block_sparse_moe\.((?:gate|up|down)_proj\.weight)$")
 
 
 @dataclass
@@ -39,7 +43,7 @@ class Layout:
         prefix: "language_model." or "".
         decoder: "model." or "", what follows the prefix for tensors of the decoder.
         odd: canonical name -> stored name, for tensors spelled unlike the others.
-        padded: canonical name -> stored length, for tensors stored with zeros at the end.
+        padded: canonical name -> stored shape, for tensors stored with zeros at the end or with axes of length 1.
         tied: canonical names of parameters that the file has under another one's name only; None if nothing was read.
         recast: canonical name -> place and the number format it was loaded in, where the file has another one.
         keeps_dtypes: whether a tensor of `recast` goes back as it is stored; not where the user chose a dtype.
@@ -50,7 +54,7 @@ class Layout:
     prefix: str = ""
     decoder: str = "model."
     odd: dict[str, str] = field(default_factory=dict)
-    padded: dict[str, int] = field(default_factory=dict)
+    padded: dict[str, tuple[int, ...]] = field(default_factory=dict)
     tied: frozenset[str] | None = None
     recast: dict[str, tuple[Place, torch.dtype]] = field(default_factory=dict)
     keeps_dtypes: bool = True
@@ -72,6 +76,7 @@ class Plan:
     Args:
         places: canonical name -> file and entry, for plain tensors.
         experts: layer -> (expert, matrix, ending) -> file and entry.
+        bits: canonical name of a linear layer stored in 4 or 8 bits -> what a tensor is called in it -> file and entry.
         layout: how the names are spelled.
         tied: parameters without tensors that share another one's.
         missing, unknown, shape, unlisted: what does not fit; parameter names, names in files, in the index.
@@ -80,6 +85,7 @@ class Plan:
 
     places: dict[str, Place] = field(default_factory=dict)
     experts: dict[int, dict[tuple[int, str, str], Place]] = field(default_factory=lambda: defaultdict(dict))
+    bits: dict[str, dict[str, Place]] = field(default_factory=dict)
     layout: Layout = field(default_factory=Layout)
     tied: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
@@ -87,6 +93,12 @@ class Plan:
     shape: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
     unlisted: list[str] = field(default_factory=list)
     formats: dict[str, str] = field(default_factory=dict)
+
+
+def has_stacks(checkpoint: Checkpoint) -> bool:
+    """Whether experts are stored as the stacks of our modules, as `save_original_format=False` writes them."""
+    endings = tuple(f".experts.{stack}" for stack in PROJECTIONS)
+    return any(name.endswith(endings) for name in checkpoint.where)
 
 
 def make_plan(model: nn.Module, checkpoint: Checkpoint) -> Plan:
@@ -103,7 +115,7 @@ def make_plan(model: nn.Module, checkpoint: Checkpoint) -> Plan:
     plan.unlisted += [name for name in unlisted if not is_excused(name, depth, has_head)]
     seen: dict[str, str] = {}
     for name, place in found.items():
-        short = canonical(name)
+        short = _SWAPPED.sub(r"\1mlp.\2", canonical(name))
         if seen.setdefault(short, name) != name:
             raise ValueError(f"{seen[short]!r} and {name!r} are the same parameter; a checkpoint may have one of them")
         expert = EXPERT.fullmatch(short)
@@ -111,6 +123,7 @@ def make_plan(model: nn.Module, checkpoint: Checkpoint) -> Plan:
             plan.experts[int(expert[1])][int(expert[2]), expert[3], expert[4]] = place
         else:
             plan.places[short] = place
+    plan.bits = take_stored(plan.places)
     _find_spelling(plan.layout, seen)
     _compare_experts(model, plan)
     _compare_plain(model, plan)
@@ -133,6 +146,11 @@ def _find_spelling(layout: Layout, names: dict[str, str]) -> None:
     layout.odd = {short: name for short, name in others if layout.spell(short) != name}
 
 
+def holds_heads(shape: Sequence[int], num_heads: int) -> bool:
+    """Whether a stored decay has a place for every head: [n >= H] as in K3, or [1, 1, H, 1] as in Kimi Linear."""
+    return (len(shape) == 1 and shape[0] >= num_heads) or tuple(shape) == (1, 1, num_heads, 1)
+
+
 def _compare_plain(model: nn.Module, plan: Plan) -> None:
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     twins = {**tied, **{source: target for target, source in tied.items()}}
@@ -143,6 +161,8 @@ def _compare_plain(model: nn.Module, plan: Plan) -> None:
             continue
         short = canonical(name)
         known.add(short)
+        if short.endswith(".weight") and short.removesuffix(".weight") in plan.bits:
+            continue
         place = plan.places.get(short)
         if place is None:
             has_twin = name in twins and canonical(twins[name]) in plan.places
@@ -151,17 +171,19 @@ def _compare_plain(model: nn.Module, plan: Plan) -> None:
         stored, needed = place[1].shape, tuple(parameter.shape)
         if not place[1].torch_dtype.is_floating_point and parameter.is_floating_point():
             raise ValueError(f"{place[0].path}: {short} is stored as {place[1].dtype}; allowed are floating formats")
-        if short.endswith("self_attn.A_log") and len(stored) == 1 and stored[0] > needed[0]:
-            tail = place[0].read(place[1])[needed[0] :]
+        if short.endswith("self_attn.A_log") and stored != needed and holds_heads(stored, needed[0]):
+            tail = place[0].read(place[1]).reshape(-1)[needed[0] :]
             if tail.any():
                 raise ValueError(
-                    f"{place[0].path}: {short} has {stored[0]} entries for {needed[0]} heads, and not all of the rest "
-                    "are zero: allowed is padding with zeros"
+                    f"{place[0].path}: {short} has {max(stored)} entries for {needed[0]} heads, and not all of "
+                    "the rest are zero: allowed is padding with zeros"
                 )
-            plan.layout.padded[short] = stored[0]
+            plan.layout.padded[short] = stored
         elif stored != needed:
             plan.shape.append((name, stored, needed))
     plan.unknown += [name for name in plan.places if name not in known]
+    lost = [name for name in plan.bits if f"{name}.weight" not in known]
+    plan.unknown += [f"{name}.{part}" for name in lost for part in plan.bits[name]]
 
 
 def _compare_experts(model: nn.Module, plan: Plan) -> None:

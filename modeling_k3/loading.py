@@ -1,7 +1,8 @@
 """From files to parameters, one after the other: zero-copy, filled in place, or left in the file.
 
 A parameter is a zero-copy view where file and model agree on the number format, is filled expert by expert where
-experts are stacked, and stays in the file where the device map says "disk".
+experts are stacked, is rounded to fewer bits as soon as it is read, and stays in the file where the device map says
+"disk".
 """
 
 from collections.abc import Callable, Iterable
@@ -14,11 +15,13 @@ from transformers.integrations.accelerate import get_device
 from transformers.utils import logging
 
 from .checkpoint import Checkpoint, canonical, is_vision, layer_of
+from .dense_bits import check_not_quantized, in_fewer_bits, layers_to_quantize, mark
 from .expert_pages import ENDINGS, ExpertPages
 from .experts import iter_experts
 from .load_plan import Place, Plan, expert_name, stored_kind
-from .mxfp4 import GROUP, decode
+from .mxfp4 import GROUP, decode, encode
 from .placement import LoadState, uses_accelerator
+from .stored_bits import from_stored
 
 logger = logging.get_logger(__name__)
 
@@ -38,12 +41,14 @@ def fill(model: nn.Module, plan: Plan, load_config: Any, state: LoadState) -> No
         if not places:
             continue
         device = str(get_device(device_map, f"{name}.down_proj_packed"))
-        if module.storage == "packed" and (device == "disk" or (device == "cpu" and uses_accelerator(device_map))):
+        is_away = device == "disk" or (device == "cpu" and uses_accelerator(device_map))
+        if module.storage == "packed" and is_away and stored_kind(places) == "packed":
             # Hooks would bring the whole stack of a layer; mapped experts travel one by one.
             module.use_storage("mapped")
         if module.storage == "mapped":
             module.use_storage("mapped", ExpertPages(stored_kind(places), module.num_experts, places))
         module._is_hf_initialized = True
+    rounded = _fill_bits(model, plan, device_map, state)
     makers = {name: (make, sources) for name, make, sources in _makers(model, plan)}
     tied = list((getattr(model, "all_tied_weights_keys", None) or {}).items())
     for name, (make, sources) in logging.tqdm(makers.items(), desc="Loading weights"):
@@ -69,6 +74,42 @@ def fill(model: nn.Module, plan: Plan, load_config: Any, state: LoadState) -> No
             value = nn.Parameter(value, requires_grad=old.requires_grad)
         value._is_hf_initialized = True
         setattr(module, leaf, value)
+        if leaf == "weight" and owner in rounded:
+            model.set_submodule(owner, in_fewer_bits(module, state.dense or state.file_dense))
+            plan.layout.recast.pop(canonical(name), None)
+
+
+def _fill_bits(model: nn.Module, plan: Plan, device_map: Any, state: LoadState) -> set[str]:
+    """Make the layers that are stored in 4 or 8 bits, and name those that are to be rounded to them.
+
+    Raises:
+        ValueError: they would be rounded once more, or config.json does not tell of them.
+    """
+    config = state.dense or state.file_dense
+    check_not_quantized(bool(plan.bits) and state.dense is not None)
+    if plan.bits and config is None:
+        raise ValueError(
+            f"checkpoint {str(state.path)!r} has {len(plan.bits)} layers in 4 or 8 bits of bitsandbytes, and its "
+            "config.json has no quantization_config.dense: they are not of one save"
+        )
+    if config is None:
+        return set()
+    mark(model, config)
+
+    def device_of(name: str) -> Any:
+        return get_device(device_map, f"{name}.weight")
+
+    names = {canonical(f"{name}.weight").removesuffix(".weight"): name for name, _ in model.named_modules()}
+    for short, places in plan.bits.items():
+        name = names.get(short)
+        if name is None:
+            continue
+        if str(device_of(name)) == "disk":
+            raise ValueError(f"{name} is on disk by the device map; a dense part in fewer bits must be in memory")
+        tensors = {part: file.view(entry) for part, (file, entry) in places.items()}
+        module = model.get_submodule(name)
+        model.set_submodule(name, from_stored(name, module, tensors, config, device_of(name)))
+    return set() if plan.bits else set(layers_to_quantize(model, config, device_of)[0])
 
 
 def _bind(make: Callable[[torch.dtype, Any], Tensor], dtype: torch.dtype, device: str) -> Callable[[], Tensor]:
@@ -104,6 +145,10 @@ def _makers(
                 plain = {key: place for key, place in places.items() if key[1] in matrices and key[2] == "weight"}
                 sources = {expert_name(layer, key): place for key, place in plain.items()}
                 yield f"{name}.{stack}", _dense_stack(places, matrices, shape), sources
+            elif module.storage == "packed" and stored_kind(places) == "dense":
+                encoded = _encoded_stack(places, matrices, shape)
+                for suffix in ("_packed", "_scale"):
+                    yield f"{name}.{stack}{suffix}", encoded(suffix), {}
             elif module.storage == "packed":
                 for ending in ENDINGS["packed"]:
                     suffix = ending.removeprefix("weight")
@@ -115,7 +160,7 @@ def _plain(place: Place, shape: tuple[int, ...]) -> Callable[[torch.dtype, Any],
         view = place[0].view(place[1])
         if tuple(view.shape) != shape:
             # The padded tail: copied, because a save and a cast must not see it.
-            view = view[: shape[0]].clone()
+            view = view.reshape(-1)[: shape[0]].clone()
         return view.to(device=device, dtype=dtype)
 
     return make
@@ -158,6 +203,33 @@ def _byte_stack(
         return stack.to(device)
 
     return make
+
+
+def _encoded_stack(
+    places: dict[tuple[int, str, str], Place], matrices: tuple[str, ...], shape: tuple[int, int, int]
+) -> Callable[[str], Callable[[torch.dtype, Any], Tensor]]:
+    """Round plain experts to MXFP4, one matrix at a time; codes and scales come of one reading."""
+    done: dict[str, Tensor] = {}
+
+    def read() -> None:
+        for suffix, width in (("_packed", shape[2] // 2), ("_scale", shape[2] // GROUP)):
+            done[suffix] = torch.empty(*shape[:2], width, dtype=torch.uint8, device="cpu")
+        for expert in range(shape[0]):
+            rows = [done[suffix][expert].chunk(len(matrices)) for suffix in ("_packed", "_scale")]
+            for matrix, codes, scales in zip(matrices, *rows, strict=True):
+                file, entry = places[expert, matrix, "weight"]
+                for target, source in zip((codes, scales), encode(file.view(entry)), strict=True):
+                    target.copy_(source)
+
+    def of(suffix: str) -> Callable[[torch.dtype, Any], Tensor]:
+        def make(dtype: torch.dtype, device: Any) -> Tensor:
+            if suffix not in done:
+                read()
+            return done.pop(suffix).to(device)
+
+        return make
+
+    return of
 
 
 def report_vision(checkpoint: Checkpoint) -> None:

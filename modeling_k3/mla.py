@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.integrations.accelerate import force_accelerate_hooks
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .attention_span import AttentionSpan
@@ -146,10 +147,13 @@ class K3MLAttention(nn.Module):
         return torch.cat([key, shared], dim=-1), value
 
     def _has_plain_weight(self) -> bool:
-        """Whether W_kvb can be read as a matrix: not quantised, not wrapped by an adapter, not loaded on demand."""
+        """Whether W_kvb can be read as a matrix: not quantised, not wrapped by an adapter."""
         weight = self.kv_b_proj.weight if type(self.kv_b_proj) is nn.Linear else None
-        return weight is not None and weight.is_floating_point() and not weight.is_meta and weight.itemsize > 1
+        is_there = weight is not None and (not weight.is_meta or hasattr(self.kv_b_proj, "_hf_hook"))
+        return is_there and weight.is_floating_point() and weight.itemsize > 1
 
+    # What is offloaded is brought by the hook of the module that owns it, whose forward is not called here.
+    @force_accelerate_hooks("kv_b_proj")
     def _attend_to_latents(
         self, query: Tensor, latent: Tensor, shared: Tensor, span: AttentionSpan
     ) -> tuple[Tensor, Tensor | None]:

@@ -1,11 +1,10 @@
 """The gated MLP: dense layers and shared experts. Its activation is SiTU, or SiLU in older members of the family."""
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .configuration_k3 import K3Config
-from .precision import upcast
+from .situ import situ
 
 
 def gated_activation(
@@ -36,11 +35,7 @@ def gated_activation(
         return F.silu(gate) * up
     if kind != "situ":
         raise ValueError(f"hidden_act={kind!r} is unknown; allowed are ['situ', 'silu']")
-    g, u = upcast(gate), upcast(up)
-    b = beta or 1.0
-    if linear_beta:
-        u = linear_beta * torch.tanh(u / linear_beta)
-    return (b * torch.tanh(g / b) * torch.sigmoid(g) * u).to(gate.dtype)
+    return situ(gate, up, beta or 1.0, linear_beta or None)
 
 
 class K3MLP(nn.Module):

@@ -17,7 +17,7 @@ from .attn_res import K3KeyRMSNorm, K3PseudoQuery
 from .cache import K3Cache
 from .checkpoint import VISION_TENSORS, register_conversions
 from .configuration_k3 import K3Config
-from .decoder_layer import K3DecoderLayer
+from .decoder_layer import K3DecoderLayer, brought_to
 from .expert_memory import K3ExpertMemory
 from .generation import K3GenerationMixin
 from .initialization import init_k3_module
@@ -209,6 +209,7 @@ class K3Model(K3PreTrainedModel):
         blocks: tuple[Tensor, ...] = ()
         # The config counts: drafting with the first layers lowers it for a moment.
         for layer in self.layers[: self.config.num_hidden_layers]:
+            blocks = brought_to(layer, blocks)
             blocks_after = (*blocks, p) if layer.starts_block else blocks
             p = layer(p, *blocks, attention_mask=masks.full, **common)
             blocks = blocks_after

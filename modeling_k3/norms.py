@@ -4,15 +4,48 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx, once_differentiable
 
 from .fused_kernel import FusedKernel
-from .precision import Float32Parameters, storage_fp32, upcast
+from .precision import Float32Parameters, at_least_fp32, row_blocks, storage_fp32, upcast
 
 
 def rms_normalize(x: Tensor, eps: float) -> Tensor:
     """Return x / sqrt(mean(x^2) + eps) over the last dimension, in at least float32."""
     x = upcast(x)
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """The norm with a backward of its own: it keeps x in its dtype, nothing wide, and forms the rest again.
+
+    With n = x r:  dn = w dy,  dx = r (dn - n mean(n dn)),  dw = sum dy round(n)
+    """
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        y = torch.empty_like(x, dtype=torch.promote_types(x.dtype, weight.dtype), memory_format=torch.contiguous_format)
+        for part, into in row_blocks(x, y):
+            torch.mul(weight, rms_normalize(part, eps).to(x.dtype), out=into)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+        dw = torch.zeros_like(weight, dtype=at_least_fp32(weight.dtype))
+        for part, d, into in row_blocks(x, dy, dx):
+            wide, d = upcast(part), upcast(d)
+            r = torch.rsqrt(wide.square().mean(-1, keepdim=True) + ctx.eps)
+            n = wide * r
+            if ctx.needs_input_grad[1]:
+                dw += (d * n.to(x.dtype)).sum(0)
+            dn = d * weight
+            into.copy_(dn.addcmul_(n, (n * dn).mean(-1, keepdim=True), value=-1).mul_(r))
+        return dx, dw.to(weight.dtype), None
 
 
 class K3RMSNorm(nn.Module):
@@ -31,6 +64,8 @@ class K3RMSNorm(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[..., D] -> [..., D], same dtype."""
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            return _RMSNorm.apply(hidden_states, self.weight, self.variance_epsilon)
         return self.weight * rms_normalize(hidden_states, self.variance_epsilon).to(hidden_states.dtype)
 
     def extra_repr(self) -> str:

@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.dynamic_module_utils import custom_object_save
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.modeling_utils import PreTrainedModel
+from transformers.utils import logging
 
 from .checkpoint import TEXT_PREFIX, Checkpoint, check_loaded
-from .dense_bits import check_dense_config, quantize_dense
-from .experts import iter_experts
+from .dense_bits import check_dense_config
+from .hub_code import HubUpload, code_options, set_class_map, write_code
 from .hub_files import HUB_OPTIONS, fetch_part, upload
-from .load_plan import Layout, check_plan, make_plan
+from .load_plan import Layout, check_plan, has_stacks, holds_heads, make_plan
 from .loading import fill, report_vision
 from .placement import (
     LoadState,
@@ -31,9 +31,12 @@ from .placement import (
     parse_size,
     serve_from_disk,
 )
-from .quantizer import K3Mxfp4Config, check_storage, is_released_block, loading_options, split_dense
+from .quantizer import block_to_write, check_storage, is_released_block, loading_options, own_block, split_dense
 from .saving import Staging, check_nothing_is_lost, layout_to_write, released_items, report_recast, vision_items
 from .tensor_writer import write_checkpoint
+from .weight_report import WeightReport
+
+logger = logging.get_logger(__name__)
 
 #: Options of the loader that are attributes of a config as well.
 _LOADER = "dtype torch_dtype quantization_config".split()
@@ -41,7 +44,7 @@ _LOADER = "dtype torch_dtype quantization_config".split()
 _BY_LIBRARY = "state_dict gguf_file key_mapping tp_plan tp_size distributed_config device_mesh".split()
 
 
-class K3Persistence(PreTrainedModel):
+class K3Persistence(HubUpload, WeightReport, PreTrainedModel):
     """Loading and saving of all K3 models."""
 
     _k3_layout: Layout | None = None
@@ -74,7 +77,8 @@ class K3Persistence(PreTrainedModel):
             dequantize: expand MXFP4 experts to the model's dtype; the same as `expert_storage="dense"`.
             config: a config, or a name or path of one.
             quantization_config: a K3Mxfp4Config, or its dictionary, states `expert_storage` and `dequantize` as well.
-                A BitsAndBytesConfig over MXFP4 experts is for the linear layers beside them.
+                A BitsAndBytesConfig is for the linear layers beside the experts; experts that are stored plain become
+                MXFP4 with it, unless `expert_storage` says otherwise.
 
         Raises:
             ValueError: `strict` and the tensors do not match (names the first few); a broken file; an unknown or
@@ -104,8 +108,8 @@ class K3Persistence(PreTrainedModel):
             if quantization_config is not None:
                 state.dense, quantization_config = split_dense(quantization_config, config)
                 check_dense_config(state.dense)
-            if config is not None and is_released_block(vars(config).get("quantization_config")):
-                config.quantization_config = _own_block(config.quantization_config, state.storage)
+            if config is not None and (block := own_block(vars(config).get("quantization_config"), state)) is not None:
+                config.quantization_config = block
             if not os.path.isdir(path) and config is not None:
                 path = fetch_part(path, config.num_hidden_layers, cls.can_generate(), kwargs) or path
             if os.path.isdir(path) and not (Path(path) / "adapter_config.json").is_file():
@@ -129,8 +133,8 @@ class K3Persistence(PreTrainedModel):
             serve_from_disk(model, state.disk)
         if strict:
             check_loaded(info, model, path)
-        if state.dense is not None:
-            quantize_dense(model, state.dense)
+        if state.dense is not None or state.file_dense is not None:
+            logger.warning(model.weight_report())
         return (model, info) if wants_info else model
 
     @staticmethod
@@ -145,12 +149,19 @@ class K3Persistence(PreTrainedModel):
         state = current_load()
         quantizer = load_config.hf_quantizer
         is_foreign = quantizer is not None and not is_released_block(quantizer.quantization_config)
-        by_library = state.by_library or is_foreign or is_deepspeed_zero3_enabled() or state_dict is not None
+        # The library names the keys it expects where it loads an adapter into a model that is there.
+        is_other = is_foreign or is_deepspeed_zero3_enabled() or expected_keys is not None
+        by_library = state.by_library or is_other or state_dict is not None
+        if checkpoint_files and not by_library:
+            state.checkpoint = state.checkpoint or Checkpoint.from_files(checkpoint_files)
+            by_library = has_stacks(state.checkpoint)
         if by_library or not checkpoint_files or load_config.device_mesh is not None:
+            if expected_keys is None and (state.dense is not None or state.file_dense is not None):
+                raise ValueError("4 or 8 bits for the dense part: allowed where our own code reads the files, that is, "
+                                 f"without {', '.join(_BY_LIBRARY)} and ZeRO-3")  # fmt: skip
             return PreTrainedModel._load_pretrained_model(
                 model, state_dict, checkpoint_files, load_config, expected_keys
             )
-        state.checkpoint = state.checkpoint or Checkpoint.from_files(checkpoint_files)
         apply_storage(model, state.checkpoint, state)
         plan = make_plan(model, state.checkpoint)
         info = check_plan(plan, model, state)
@@ -175,39 +186,38 @@ class K3Persistence(PreTrainedModel):
         max_shard_size: int | str = "50GB",
         variant: str | None = None,
         vision: bool = False,
+        with_code: bool | None = None,
+        tokenizer: Any = None,
+        card: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         """Save under the released names, in the layout that was read (see `saving`), in one atomic step.
 
         Args:
-            save_directory: made if it is not there. May be the directory the model was loaded from.
+            save_directory: made if it is not there; may be the one the model was loaded from.
             is_main_process: other processes write nothing.
             state_dict: what to save instead of the model's own tensors.
-            push_to_hub: upload afterwards; `repo_id`, `token`, `commit_message`, `create_pr` and `private` as in the
-                library.
-            max_shard_size: of one file.
-            variant: written into the file names.
+            push_to_hub: upload afterwards; `repo_id`, `token`, `commit_message`, `create_pr`, `private`: the library's.
+            max_shard_size, variant: of one file; written into the file names.
             vision: carry the vision tensors of the loaded checkpoint over, untouched.
-            kwargs: options of the library's method. Adapters, its own parameter names
-                (`save_original_format=False`), distributed checkpoints and other quantisations are its business.
+            with_code: add code, class map and card (`hub_code`). None: with `push_to_hub`, or a registered class.
+            tokenizer, card: saved along with the code; see `hub_card.check_card`. A README.md that is there stays.
+            kwargs: of the library's method; adapters, its own names (`save_original_format=False`), distributed
+                checkpoints and other quantisations are its business.
 
         Raises:
-            ValueError: a size that is none; `vision` without vision tensors; a part would replace the checkpoint that
-                was read.
+            ValueError: a size that is none; `vision` without vision tensors; a part in the place of the whole.
             NotADirectoryError: `save_directory` is a file.
         """
-        limit = parse_size(max_shard_size, "max_shard_size")
-        if self.__dict__.get("_k3_dense_bits") is not None:
-            raise ValueError(
-                "the dense part is in bits of bitsandbytes, for which the checkpoint's layout has no place; allowed is "
-                "to save an adapter, or the model loaded without them"
-            )
+        limit, target = parse_size(max_shard_size, "max_shard_size"), Path(save_directory)
+        code = code_options(target, push_to_hub or self.is_remote_code(), with_code, tokenizer, card, kwargs)
         options = {"state_dict": state_dict, "max_shard_size": max_shard_size, "variant": variant, **kwargs}
         tensors = None if self._saves_by_library(kwargs) else dict(state_dict or self.state_dict())
         if tensors is None or any(hasattr(tensor, "full_tensor") for tensor in tensors.values()):
-            super().save_pretrained(save_directory, is_main_process, push_to_hub=push_to_hub, **options)
+            super().save_pretrained(target, is_main_process, push_to_hub=push_to_hub, **options)
+            if code is not None and is_main_process and (target / "config.json").is_file():
+                write_code(target, self, target, **code)
             return
-        target = Path(save_directory)
         if target.is_file():
             raise NotADirectoryError(f"save_directory={str(target)!r} is a file")
         if not is_main_process:
@@ -220,17 +230,20 @@ class K3Persistence(PreTrainedModel):
         target.mkdir(parents=True, exist_ok=True)
         with Staging(target) as staging:
             self._write_side_files(staging.path)
+            if code is not None:
+                write_code(staging.path, self, target, **code)
             write_checkpoint(
                 staging.path,
                 items,
                 limit,
                 variant=variant,
-                digits=6 if self.config.released_config is not None else 5,
+                digits=5 if self.config.released_config is None else 6,
                 total_parameters=self.num_parameters(),
             )
+            written = [path.name for path in staging.path.iterdir()]
             staging.commit(variant)
         if push_to_hub:
-            upload(target, kwargs)
+            upload(target, kwargs, written)
 
     def _saves_by_library(self, options: dict[str, Any]) -> bool:
         quantizer = self.__dict__.get("hf_quantizer")
@@ -239,29 +252,14 @@ class K3Persistence(PreTrainedModel):
         return bool(is_foreign or asks_for_it or self.__dict__.get("_hf_peft_config_loaded"))
 
     def _write_side_files(self, folder: Path) -> None:
-        """config.json, generation_config.json, and the code where the class was registered to travel with weights."""
-        self.config.dtype = self.dtype
-        self.config.architectures = [type(self).__name__.removeprefix("FSDP")]
-        if self.is_remote_code():
-            custom_object_save(self, folder, config=self.config)
+        """config.json without a class map, and generation_config.json."""
+        self.config.dtype, self.config.architectures = self.dtype, [type(self).__name__.removeprefix("FSDP")]
+        if (block := block_to_write(self)) is not None:
+            self.config.quantization_config = block
         self.config.save_pretrained(folder)
+        set_class_map(folder, None)
         if self.can_generate():
             self.generation_config.save_pretrained(folder)
-
-    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        """Count weights, packed and mapped ones too, each as one; see the library's method."""
-        total = super().num_parameters(only_trainable, exclude_embeddings)
-        for _, module in iter_experts(self):
-            if module.storage != "dense" and not only_trainable:
-                total += module.count_weights() - sum(stack.numel() for stack in module.parameters(recurse=False))
-        return total
-
-    def get_memory_footprint(self, return_buffers: bool = True) -> int:
-        """Bytes of all parameters (and buffers), with mapped experts at their size in the files.
-
-        What is mapped is dropped by the system when memory is short: this is what the model reads, not what it holds.
-        """
-        return super().get_memory_footprint(return_buffers) + sum(m.mapped_bytes() for _, m in iter_experts(self))
 
 
 def _own_config(cls: type, path: str | PathLike, config: Any, kwargs: dict[str, Any]) -> Any:
@@ -294,11 +292,6 @@ def _check_library_can(cls: type, path: Any, config: Any, state: LoadState, kwar
         )
 
 
-def _own_block(block: Any, storage: str | None) -> K3Mxfp4Config:
-    """The released block under our label, with this load's form of experts."""
-    return K3Mxfp4Config(expert_storage=storage, block=block if isinstance(block, dict) else block.to_dict())
-
-
 def _take_released_names(module: PreTrainedModel, state_dict: dict[str, Tensor], prefix: str, *rest: Any) -> None:
     """Let `load_state_dict` read what `save_pretrained` wrote, as resumed training does: prefix and padding."""
     if prefix:
@@ -307,6 +300,6 @@ def _take_released_names(module: PreTrainedModel, state_dict: dict[str, Tensor],
         state_dict[name.removeprefix(TEXT_PREFIX)] = state_dict.pop(name)
     for name, parameter in module.named_parameters():
         given = state_dict.get(name)
-        is_padded = name.endswith(".A_log") and given is not None and given.ndim == 1 and len(given) > len(parameter)
-        if is_padded and not given[len(parameter) :].any():
-            state_dict[name] = given[: len(parameter)]
+        is_decay = name.endswith(".A_log") and given is not None and given.shape != parameter.shape
+        if is_decay and holds_heads(given.shape, len(parameter)) and not given.reshape(-1)[len(parameter) :].any():
+            state_dict[name] = given.reshape(-1)[: len(parameter)]

@@ -17,6 +17,7 @@ from transformers.utils import logging
 
 from .checkpoint import EXPERT, Checkpoint, canonical, layer_of
 from .experts import iter_experts
+from .stored_bits import is_stored_in_bits
 
 logger = logging.get_logger(__name__)
 
@@ -42,7 +43,8 @@ class LoadState:
         is_applied: the experts have the form they are loaded in.
         has_dtype: the user chose a number format.
         disk: parameters that the device map leaves on disk, by name.
-        dense: BitsAndBytesConfig of the dense part, or None.
+        dense: the BitsAndBytesConfig that the user asks for, or None.
+        file_dense: the one that config.json tells of, or None.
     """
 
     strict: bool = True
@@ -56,6 +58,14 @@ class LoadState:
     has_dtype: bool = False
     disk: dict[str, Callable[[], Tensor]] = field(default_factory=dict)
     dense: Any = None
+    file_dense: Any = None
+
+    @property
+    def packs(self) -> bool:
+        """Whether experts that are stored plain are rounded to MXFP4: the dense part is to be rounded as well."""
+        if (self.dense is None and self.file_dense is None) or self.storage not in (None, "packed"):
+            return False
+        return self.checkpoint is None or not any(map(is_stored_in_bits, self.checkpoint.where))
 
 
 _STATE: ContextVar[LoadState | None] = ContextVar("k3_load_state", default=None)
@@ -192,10 +202,16 @@ def apply_storage(model: nn.Module, checkpoint: Checkpoint, state: LoadState) ->
         return
     state.is_applied = True
     modules = {layer_of(canonical(name) + "."): module for name, module in iter_experts(model)}
-    packed = checkpoint.packed_layers
+    packed, packs = checkpoint.packed_layers, state.packs
+    plain = sorted(layer for layer in modules if layer is not None and layer not in packed)
+    if packs and plain:
+        logger.warning(
+            f"routed experts of {len(plain)} layers are stored plain and are rounded to MXFP4 (4.25 bits) while "
+            "loading (expert_storage='dense' keeps them)"
+        )
     if state.storage is None:
         state.storage = _choose(modules, packed, checkpoint, state)
-    elif state.storage == "packed":
+    elif state.storage == "packed" and not packs:
         dense = [name for name in checkpoint.where if name.endswith(".w1.weight") and EXPERT.fullmatch(canonical(name))]
         layers = sorted({layer_of(canonical(name)) for name in dense} & modules.keys())
         if layers:
@@ -205,10 +221,11 @@ def apply_storage(model: nn.Module, checkpoint: Checkpoint, state: LoadState) ->
                 "'dense', 'mapped' or None, which keeps what is stored"
             )
     for layer, module in modules.items():
-        if state.storage == "packed" and layer not in packed:
+        if state.storage == "packed" and layer not in packed and not packs:
             continue
-        if module.storage != state.storage:
-            module.use_storage(state.storage)
+        storage = "packed" if packs and layer in plain else state.storage
+        if module.storage != storage:
+            module.use_storage(storage)
 
 
 def _choose(modules: dict[int | None, Any], packed: frozenset[int], checkpoint: Checkpoint, state: LoadState) -> str:

@@ -1,6 +1,6 @@
 """Which arithmetic is never done below float32, and which parameters are never stored below it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -8,6 +8,9 @@ from torch import Tensor, nn
 
 #: Name patterns of the parameters that stay float32 in a bf16 or fp16 model, as in the release.
 KEEP_IN_FP32 = ("A_log", "dt_bias", "q_conv1d", "k_conv1d", "v_conv1d", "o_norm", "e_score_correction_bias")
+
+#: Elements of a block.
+_BLOCK = 2**16
 
 
 def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
@@ -56,3 +59,10 @@ def no_autocast(device_type: str) -> AbstractContextManager[None]:
     if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)
     return nullcontext()
+
+
+def row_blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Walk tensors [.., D] of one shape together as blocks [rows, D], whose wide temporaries stay in the cache."""
+    width = max(1, tensors[0].shape[-1]) if tensors[0].dim() else 1
+    flat = [x.reshape(-1, width) for x in tensors]
+    return zip(*(x.split(max(1, _BLOCK // width)) for x in flat), strict=True)

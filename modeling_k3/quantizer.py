@@ -15,8 +15,9 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import Mxfp4Config
 
 from .checkpoint import Checkpoint
-from .dense_bits import check_dense_config, is_dense_config
-from .placement import STORAGES, apply_storage, current_load
+from .dense_bits import check_dense_config, check_not_quantized, is_dense_config, read_dense_config
+from .experts import iter_experts
+from .placement import STORAGES, LoadState, apply_storage, current_load
 
 METHOD = "k3_mxfp4"
 #: The label and the format of the released block.
@@ -76,7 +77,7 @@ class K3Mxfp4Config(Mxfp4Config):
             fits in memory, mapped otherwise.
         block: the block as read from a file; None for the released one.
         dense: a BitsAndBytesConfig for the linear layers outside of the experts, carried out while loading; None
-            leaves them in the model's dtype.
+            leaves them as they are. A block of a file that was saved with such layers has it as its entry `dense`.
 
     Raises:
         ValueError: an unknown `expert_storage`, or one that contradicts `dequantize`.
@@ -91,11 +92,13 @@ class K3Mxfp4Config(Mxfp4Config):
     ) -> None:
         check_storage(expert_storage, dequantize)
         check_dense_config(dense)
-        super().__init__(dequantize=dequantize or expert_storage == "dense")
-        self.quant_method = METHOD
-        self.expert_storage = "dense" if self.dequantize else expert_storage
+        self.expert_storage = "dense" if dequantize else expert_storage
         self.block = deepcopy(RELEASED_BLOCK if block is None else block)
-        self.dense = dense
+        stored = self.block.pop("dense", None)
+        self.dense = read_dense_config(stored) if dense is None else dense
+        # The library forgets the block of a model whose experts were expanded: with fewer bits elsewhere it is needed.
+        super().__init__(dequantize=self.expert_storage == "dense" and self.dense is None)
+        self.quant_method = METHOD
 
     @classmethod
     def from_dict(
@@ -114,8 +117,14 @@ class K3Mxfp4Config(Mxfp4Config):
         return {"dequantize": self.dequantize, "expert_storage": self.expert_storage}
 
     def to_dict(self) -> dict[str, Any]:
-        """The block of config.json, as it was read."""
-        return deepcopy(self.block)
+        """The block of config.json, as it was read; with a dense part in fewer bits under our label, and telling of it.
+
+        Readers of the release's label would take codes for weights.
+        """
+        block = deepcopy(self.block)
+        if self.dense is not None:
+            block |= {"quant_method": METHOD, "dense": self.dense.to_dict()}
+        return block
 
 
 def check_storage(expert_storage: str | None, dequantize: bool) -> None:
@@ -134,7 +143,44 @@ def is_released_block(block: Any) -> bool:
     """Whether a quantisation block describes MXFP4 experts as released."""
     if not isinstance(block, dict):
         return getattr(block, "quant_method", None) == METHOD
-    return block.get("quant_method") in (RELEASED_METHOD, METHOD) and block.get("format") == RELEASED_FORMAT
+    method = block.get("quant_method")
+    return method == METHOD or (method == RELEASED_METHOD and block.get("format") == RELEASED_FORMAT)
+
+
+def own_block(block: Any, state: LoadState) -> K3Mxfp4Config | None:
+    """The block of a config under our label, with what this load is asked for.
+
+    Args:
+        block: a dictionary, an object, or None.
+        state: `state.file_dense` is filled in.
+
+    Returns:
+        The block; the argument where it is none of ours, or there is nothing to tell.
+    """
+    if block is None and state.dense is None:
+        return None
+    if block is not None and not is_released_block(block):
+        return block
+    block = block.to_dict() if hasattr(block, "to_dict") else block
+    made = K3Mxfp4Config(expert_storage=state.storage, block=block, dense=state.dense)
+    state.file_dense = made.dense if state.dense is None else None
+    return made
+
+
+def block_to_write(model: Any) -> Any:
+    """What config.json says about the bits of a model: the config's own block, unless the dense part is in fewer bits.
+
+    A model in which nothing is MXFP4 gets a block without its description.
+    """
+    block, dense = vars(model.config).get("quantization_config"), model.__dict__.get("_k3_dense_bits")
+    if dense is None:
+        return block
+    is_packed = any(
+        module.storage == "packed" or getattr(module.pages, "kind", None) == "packed"
+        for _, module in iter_experts(model)
+        if hasattr(module, "pages")
+    )
+    return K3Mxfp4Config(block=getattr(block, "block", None) if is_packed else {"quant_method": METHOD}, dense=dense)
 
 
 def loading_options(given: Any) -> K3Mxfp4Config | None:
@@ -154,17 +200,25 @@ def loading_options(given: Any) -> K3Mxfp4Config | None:
 
 
 def split_dense(given: Any, config: Any) -> tuple[Any, Any]:
-    """Read a BitsAndBytesConfig over a checkpoint with MXFP4 experts as one for the rest of it.
+    """Read a BitsAndBytesConfig over a checkpoint in plain numbers, or with MXFP4 experts, as one for the dense part.
 
     Args:
-        given: a user's `quantization_config`.
+        given: a user's `quantization_config`, an object or its dictionary.
         config: the model's.
 
     Returns:
         What is for the dense part, and what is left for the library.
+
+    Raises:
+        ValueError: the checkpoint is in bits of bitsandbytes already.
     """
-    is_packed = config is not None and is_released_block(vars(config).get("quantization_config"))
-    return (given, None) if is_packed and is_dense_config(given) else (None, given)
+    if isinstance(given, dict) and given.get("quant_method") == "bitsandbytes":
+        given = read_dense_config(given)
+    if config is None or not is_dense_config(given):
+        return None, given
+    block = vars(config).get("quantization_config")
+    check_not_quantized(isinstance(block, dict) and block.get("quant_method") == "bitsandbytes")
+    return (given, None) if block is None or is_released_block(block) else (None, given)
 
 
 class K3Mxfp4Quantizer(HfQuantizer):

@@ -9,6 +9,7 @@ another number format than the model goes back as it is stored, unless it was ch
 """
 
 import fcntl
+import math
 import os
 import re
 import shutil
@@ -75,9 +76,8 @@ def released_items(
     for name, tensor in tensors.items():
         if name in spared or any(name.startswith(prefix) for prefix in stacks):
             continue
-        length = layout.padded.get(canonical(name))
-        shape = tuple(tensor.shape) if length is None else (length,)
-        make = _padded(name, tensor, length, disk)
+        shape = layout.padded.get(canonical(name), tuple(tensor.shape))
+        make = _padded(name, tensor, shape, disk)
         item = Item(layout.spell(canonical(name)), DTYPE_NAMES[tensor.dtype], shape, make)
         yield _as_stored(item, layout, tensor.is_meta)
 
@@ -106,12 +106,12 @@ def report_recast(items: Sequence[Item], layout: Layout) -> None:
         )
 
 
-def _padded(name: str, tensor: Tensor, length: int | None, disk: Mapping[str, Tensor]) -> Callable[[], Tensor]:
+def _padded(name: str, tensor: Tensor, shape: tuple[int, ...], disk: Mapping[str, Tensor]) -> Callable[[], Tensor]:
     def make() -> Tensor:
         value = (disk[name].to(tensor.dtype) if tensor.is_meta else tensor).detach()
-        if length is None:
+        if tuple(value.shape) == shape:
             return value
-        return torch.cat([value, value.new_zeros(length - value.shape[0])])
+        return torch.cat([value, value.new_zeros(math.prod(shape) - value.shape[0])]).reshape(shape)
 
     return make
 

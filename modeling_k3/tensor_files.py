@@ -42,6 +42,8 @@ DTYPES = {
 }  # fmt: skip
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_HEADER = 100_000_000
+#: Bytes read at a time on the way into the page cache.
+_PIECE = 1 << 20
 # Not in every version's mmap module; Linux only. Elsewhere a private map reserves nothing anyway.
 _NORESERVE = 0x4000 if sys.platform == "linux" else 0
 
@@ -192,6 +194,28 @@ class TensorFile:
         for start, stop in ranges:
             first = start // page * page
             self._fixed.madvise(mmap.MADV_WILLNEED, first, stop - first)
+
+    def load(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Check that the file is what it was, and bring byte ranges into the page cache before returning."""
+        self.check_unchanged()
+        # Read rather than touched on the map: a bad disk is an error then, and other threads run meanwhile.
+        piece = memoryview(bytearray(_PIECE))
+        if hasattr(os, "posix_fadvise"):
+            # Otherwise the system reads on beyond what was asked for, here into experts that nobody uses.
+            os.posix_fadvise(self._handle, 0, 0, os.POSIX_FADV_RANDOM)
+        for start, stop in ranges:
+            for first in range(start, stop, _PIECE):
+                _read_at(self.path, self._handle, first, piece[: min(_PIECE, stop - first)])
+
+    def drop(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Take the whole pages in byte ranges out of memory; who looks at them again makes the system read them."""
+        page = mmap.PAGESIZE
+        for start, stop in ranges:
+            first, last = -(-start // page) * page, stop // page * page
+            if first < last:
+                self._fixed.madvise(mmap.MADV_DONTNEED, first, last - first)
+                if hasattr(os, "posix_fadvise"):
+                    os.posix_fadvise(self._handle, first, last - first, os.POSIX_FADV_DONTNEED)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TensorFile":
         # A file is not copied with the model that looks into it.

@@ -10,6 +10,7 @@ segment, so that only the markup of the format itself becomes control tokens.
 import copy
 import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,15 @@ class K3Tokenizer(TwoModeTokenizer):
             f"K3Tokenizer(name_or_path={self.name_or_path!r}, base_tokens={self.first_control_id}, "
             f"control_tokens={BLOCK_SIZE}, padding_side={self.padding_side!r})"
         )
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> "K3Tokenizer":
+        """Load; see the library's method. Code from the hub leaves it to the package where that is imported."""
+        # For models the library does so; for tokenizers of registered configs it takes the hub's code when it may.
+        package = sys.modules.get("modeling_k3")
+        if package is not None and cls.__module__.startswith("transformers_modules."):
+            return package.K3Tokenizer.from_pretrained(*args, **kwargs)
+        return super().from_pretrained(*args, **kwargs)
 
     @classmethod
     def byte_level(cls, **kwargs: Any) -> "K3Tokenizer":

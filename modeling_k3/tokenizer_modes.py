@@ -8,11 +8,14 @@ covers the whole block.
 """
 
 import copy
+import os
 import re
+import tempfile
 from collections.abc import Callable
 from itertools import groupby
 from typing import Any
 
+from huggingface_hub import HfApi
 from tokenizers import AddedToken, Tokenizer
 from transformers import BatchEncoding, PreTrainedTokenizerFast
 from transformers.tokenization_utils_base import PaddingStrategy, TruncationStrategy
@@ -55,6 +58,32 @@ class TwoModeTokenizer(PreTrainedTokenizerFast):
     def first_control_id(self) -> int:
         """First id of the control block: the number of base tokens."""
         return self._tokenizer.get_vocab_size(with_added_tokens=False)
+
+    def save_pretrained(
+        self, save_directory: str | os.PathLike, *args: Any, with_code: bool | None = None, **kwargs: Any
+    ) -> tuple[str, ...]:
+        """Save; see the library's method for all other arguments.
+
+        Args:
+            with_code: add the code and its place in `tokenizer_config.json`, for use without this package. None: only
+                for a class that was registered to carry its code.
+        """
+        if with_code is None or with_code == (self._auto_class is not None):
+            return super().save_pretrained(save_directory, *args, **kwargs)
+        # The library asks the object. A view of the same class, for `super` and for the files that are copied.
+        view = copy.copy(self)
+        view._auto_class = "AutoTokenizer" if with_code else None
+        return super(TwoModeTokenizer, view).save_pretrained(save_directory, *args, **kwargs)
+
+    def push_to_hub(self, repo_id: str, *, token: bool | str | None = None, **kwargs: Any) -> Any:
+        """Upload the tokenizer's files and code, and no card; arguments as in the library."""
+        api = HfApi(token=token)
+        repo = api.create_repo(repo_id, private=kwargs.pop("private", None), exist_ok=True).repo_id
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder, with_code=True)
+            known = ("commit_message", "commit_description", "create_pr", "revision")
+            options = {name: kwargs[name] for name in known if name in kwargs}
+            return self._upload_modified_files(folder, repo, files_timestamps={}, token=token, **options)
 
     def _add_tokens(self, new_tokens: list[str | AddedToken], special_tokens: bool = False) -> int:
         self._forget()

@@ -109,6 +109,11 @@ class K3ExpertsLora(nn.Module, LoraLayer):
             if not any(parameter.is_meta for parameter in factors.parameters()):
                 factors.to(device, self.base_layer.dense_dtype)
 
+    @property
+    def pages(self) -> Any:
+        """Those of the experts inside: `K3LatentMoE` tells them what the router has seen. None unless mapped."""
+        return self.base_layer.pages
+
     # -- forward ------------------------------------------------------------------------------------------------
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, **kwargs: Any) -> Tensor:

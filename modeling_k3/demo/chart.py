@@ -22,8 +22,9 @@ def draw_curve(
     final: float,
     title: str,
     note: str,
+    by_step: bool,
 ) -> None:
-    """Bits per byte over training time, with what compressors need for the same held-out text as level lines.
+    """Bits per byte over the training, with what compressors need for the same held-out text as level lines.
 
     Args:
         path: PNG to write.
@@ -32,15 +33,17 @@ def draw_curve(
         references: level by name.
         final: the trained model on all held-out text.
         title, note: the heading and the quiet line below it.
+        by_step: whether the axis counts steps, as suits a budget of steps, or seconds.
     """
     figure = Figure(figsize=(8, 4.8), dpi=150, facecolor="white", layout="constrained")
     axes = figure.add_subplot()
-    last = max(point[0] for point in held_out)
-    seconds, bits = [point[0] for point in train], [point[2] for point in train]
-    axes.plot(seconds, bits, color=_TRAIN, linewidth=0.6, alpha=0.45)
-    axes.plot(seconds, _smooth(bits), color=_TRAIN, linewidth=1.8)
+    column = 1 if by_step else 0
+    last = max(point[column] for point in held_out)
+    at, bits = [point[column] for point in train], [point[2] for point in train]
+    axes.plot(at, bits, color=_TRAIN, linewidth=0.6, alpha=0.45)
+    axes.plot(at, _smooth(bits), color=_TRAIN, linewidth=1.8)
     axes.plot(
-        [point[0] for point in held_out],
+        [point[column] for point in held_out],
         [point[2] for point in held_out],
         color=_HELD_OUT,
         linewidth=2,
@@ -56,12 +59,13 @@ def draw_curve(
         axes.axhline(level, color=_REFERENCE, linewidth=1, linestyle=(0, (5, 4)))
     labels = [
         (final, "all held-out text", _HELD_OUT, "bold"),
-        (held_out[-1][2], "held-out sample", _HELD_OUT, "normal"),
+        (held_out[-1][2], "held-out sample, short pieces", _HELD_OUT, "normal"),
     ]
     if bits:
         labels.append((_smooth(bits)[-1], "training", "#6f93bd", "normal"))
     labels += [(level, name, _REFERENCE, "normal") for name, level in references.items()]
     _label_ends(axes, last, labels)
+    axes.set_xlabel("step" if by_step else "seconds of training", color=_QUIET, fontsize=9)
     _dress(axes, last, [point[2] for point in held_out] + list(references.values()) + bits + [final])
     axes.set_title(title, loc="left", color=_INK, fontsize=13, fontweight="bold", pad=26)
     axes.annotate(
@@ -111,7 +115,6 @@ def _dress(axes: Axes, last: float, values: Sequence[float]) -> None:
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.set_xlim(0, last)
-    axes.set_xlabel("seconds of training", color=_QUIET, fontsize=9)
     axes.set_ylabel("bits per byte", color=_QUIET, fontsize=9)
     axes.grid(axis="y", color=_GRID, linewidth=0.8)
     axes.set_axisbelow(True)

@@ -299,4 +299,5 @@ def _draw(options: DemoOptions, report: dict[str, Any]) -> None:
         note=f"{report['parameters']['total'] / 1e6:.1f} M parameters · {training['steps']:,} steps · "
         f"{training['tokens'] / 1e6:.2f} M tokens · held out: {report['held_out']['bytes']:,} bytes "
         f"in {report['held_out']['documents']} documents",
+        by_step=training["settings"]["max_steps"] is not None,
     )

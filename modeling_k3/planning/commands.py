@@ -25,7 +25,7 @@ def add_commands(app: typer.Typer, readable: Callable[[Callable[[], None]], None
         mode: Annotated[str, typer.Option(help="infer, lora or train.")] = "infer",
         dtype: Annotated[str | None, typer.Option(help="Number format. Default: the config's.")] = None,
         dense: Annotated[str, typer.Option(help="Dense part: full, int8, nf4 or fp4.")] = "full",
-        experts: Annotated[str, typer.Option(help="Experts: auto, full, mxfp4, int8, nf4 or fp4.")] = "auto",
+        experts: Annotated[str, typer.Option(help="Experts: auto, full, mxfp4, hqq8, hqq4, hqq3 or hqq2.")] = "auto",
         prefill_chunk: Annotated[
             int | None, typer.Option(min=1, help="Tokens at once. Default: by the budget.")
         ] = None,

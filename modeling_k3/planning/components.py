@@ -22,10 +22,12 @@ COMPONENTS = (
 )
 #: How linear layers outside the experts may be held. The last three are bitsandbytes' formats.
 DENSE_FORMS = ("full", "int8", "nf4", "fp4")
-#: How routed experts may be held.
-EXPERT_FORMS = ("full", "mxfp4", "int8", "nf4", "fp4")
-#: Numbers that share a scale: MXFP4, and bitsandbytes' 4-bit formats.
-_MXFP4_GROUP, _FOUR_BIT_GROUP = 32, 64
+#: How routed experts may be held. The last four are what `low_bits.quantize_experts` makes.
+EXPERT_FORMS = ("full", "mxfp4", "hqq8", "hqq4", "hqq3", "hqq2")
+#: Numbers that share a scale: MXFP4, bitsandbytes' 4-bit formats, HQQ.
+_MXFP4_GROUP, _FOUR_BIT_GROUP, _HQQ_GROUP = 32, 64, 64
+#: Widths (out, in) that 4 bits on the CPU need; layers of others keep their number format.
+_FOUR_BIT_STEPS = (32, 64)
 
 
 @dataclass(frozen=True)
@@ -61,15 +63,25 @@ class Weight:
             dense, experts: one of `DENSE_FORMS`, one of `EXPERT_FORMS`.
         """
         form = experts if self.is_expert else dense if self.is_linear else "full"
-        if form == "full":
+        is_misfit = any(n % step for n, step in zip(self.shape[-2:], _FOUR_BIT_STEPS, strict=False))
+        if form == "full" or (form in ("nf4", "fp4") and is_misfit):
             return self.numel * (max(item, 4) if self.is_wide else item)
         if form == "mxfp4":
             return self.numel // 2 + self.numel // _MXFP4_GROUP
         if form == "int8":
             # One float32 scale for each row.
             return self.numel + 4 * self.numel // self.shape[-1]
-        # Codes, one float32 scale for 64 of them.
-        return -(-self.numel // 2) + 4 * -(-self.numel // _FOUR_BIT_GROUP)
+        if form.startswith("hqq"):
+            return self.shape[0] * _hqq_bytes(self.numel // self.shape[0], int(form.removeprefix("hqq")))
+        # Codes, one float32 scale for 64 of them, and the 16 values that codes stand for.
+        return self.numel // 2 + 4 * (self.numel // _FOUR_BIT_GROUP) + 64
+
+
+def _hqq_bytes(numel: int, bits: int) -> int:
+    """One matrix: codes, ten times 3 bits to an int32, and 16 bits each for scale and zero of a group."""
+    groups = numel // _HQQ_GROUP
+    codes = 4 * _HQQ_GROUP * -(-groups // 10) if bits == 3 else numel * bits // 8
+    return codes + 4 * groups
 
 
 def iter_weights(shape: Shape) -> Iterator[tuple[Weight, int]]:

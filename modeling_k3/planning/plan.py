@@ -85,9 +85,16 @@ class MemoryPlan:
             ValueError: experts in a form that can be counted and not be loaded.
         """
         if self.use.experts not in ("full", "mxfp4"):
-            raise ValueError(f"experts={self.use.experts!r} is not what from_pretrained can load: 'full' or 'mxfp4'")
+            raise ValueError(
+                f"experts={self.use.experts!r} is not what from_pretrained can load: 'full' or 'mxfp4'. Load with "
+                "expert_storage='mapped', then low_bits.quantize_experts"
+            )
         forms = {"memory": "packed" if self.use.experts == "mxfp4" else "dense", "mapped": "mapped", "none": None}
-        options = {"dtype": self.use.dtype, "expert_storage": forms[self.expert_place]}
+        options: dict[str, Any] = {"dtype": self.use.dtype, "expert_storage": forms[self.expert_place]}
+        if self.expert_place == "mapped":
+            # One budget for experts and the cache of the calls: what latents do not need yet is the experts'.
+            state = self.table["state"]
+            options["expert_memory"] = self.expert_bytes + sum(state.values()) - state["prefix cache"]
         if self.use.dense != "full":
             options["quantization_config"] = {"quant_method": "bitsandbytes", **_BITSANDBYTES[self.use.dense]}
         return options

@@ -1,21 +1,29 @@
 """Balancing and figures of routers and depth for the library's Trainer, and for TRL's, which are built on it.
 
-    trainer = Trainer(model, arguments, train_dataset=..., callbacks=[K3TrainingCallback(plot="training.png")])
+    trainer = Trainer(model, arguments, train_dataset=...)
+    K3TrainingCallback(plot="training.png").attach(trainer)
 
 Every entry of the log then has, beside the loss: `router_entropy`, `router_max_violation`, `router_dropped`,
-`depth_entropy`, `depth_largest_weight`, `depth_query_norm`.
+`depth_entropy`, `depth_largest_weight`, `depth_query_norm`. TensorBoard and other reporters (`report_to`) get them too.
+With `callbacks=[K3TrainingCallback()]` instead, the reporters come first and only see what the Trainer itself logs.
 """
 
+import time
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.utils import logging
 
 from .balancing import RouterBalancer
 from .depth_stats import DepthWatch, summarise_depth
 from .plot import draw_training
 from .router_stats import summarise
+
+logger = logging.get_logger(__name__)
+# Drawing takes a third of a second, which must not add up where steps are short.
+_DRAWING_SHARE = 0.05
 
 
 class K3TrainingCallback(TrainerCallback):
@@ -26,7 +34,8 @@ class K3TrainingCallback(TrainerCallback):
     Args:
         method: how to balance, see `RouterBalancer`; None: what the model's config says.
         memory: share of the old bias that a step keeps.
-        plot: PNG that is drawn anew at every entry of the log; None: none.
+        plot: PNG that is drawn anew at the entries of the log, as often as 5 % of the time allow, and at the end; None:
+            none.
     """
 
     def __init__(self, method: str | None = None, *, memory: float = 0.0, plot: str | Path | None = None) -> None:
@@ -36,11 +45,14 @@ class K3TrainingCallback(TrainerCallback):
         #: What the last entry of the log summarises, by router and by mix.
         self.routers: dict[str, dict[str, Any]] = {}
         self.mixes: dict[str, dict[str, float]] = {}
+        self._is_attached, self._drawn_until, self._drawing_took = False, 0.0, 0.0
+        self._is_drawn = True
 
     def attach(self, trainer: Trainer) -> "K3TrainingCallback":
         """Join `trainer`, or move to its front, so that its reporters (TensorBoard, ...) see the figures as well."""
         others = [callback for callback in trainer.callback_handler.callbacks if callback is not self]
         trainer.callback_handler.callbacks = [self, *others]
+        self._is_attached = True
         return self
 
     def on_train_begin(
@@ -53,6 +65,11 @@ class K3TrainingCallback(TrainerCallback):
     ) -> None:
         """Begin to watch."""
         self._close()
+        if args.report_to and not self._is_attached:
+            logger.warning(
+                f"report_to={args.report_to}: reporters do not see the routers' and depth's figures; "
+                "K3TrainingCallback(...).attach(trainer) lets them"
+            )
         self.balancer = RouterBalancer(model, self.method, memory=self.memory)
         self.depth = DepthWatch(model)
 
@@ -77,14 +94,25 @@ class K3TrainingCallback(TrainerCallback):
         figures = {**summarise(self.routers), **summarise_depth(self.mixes)}
         for entry in (logs, state.log_history[-1]):
             entry.update(figures)
-        if self.plot is not None and state.is_world_process_zero:
-            draw_training(self.plot, state.log_history, [row["load"] for row in self.routers.values()])
+        self._is_drawn = False
+        if time.perf_counter() - self._drawn_until >= self._drawing_took * (1 / _DRAWING_SHARE - 1):
+            self._draw(args, state)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Stop watching."""
+        """Draw what came last, and stop watching."""
+        self._draw(args, state)
         self._close()
+
+    def _draw(self, args: TrainingArguments, state: TrainerState) -> None:
+        if self.plot is None or self._is_drawn or not state.is_world_process_zero:
+            return
+        began = time.perf_counter()
+        loads = {name: row["load"] for name, row in self.routers.items()}
+        draw_training(self.plot, state.log_history, loads, self.depth.weights, title=Path(args.output_dir).name)
+        self._is_drawn, self._drawn_until = True, time.perf_counter()
+        self._drawing_took = self._drawn_until - began
 
     def _close(self) -> None:
         for watch in (self.balancer, self.depth):

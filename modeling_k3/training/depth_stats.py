@@ -21,6 +21,8 @@ class DepthWatch(TrainingWatch):
         modules = dict(model.named_modules())
         self.queries = {n: m for n, m in modules.items() if n.endswith("_res_proj")}
         self._gains = {name: modules[name.removesuffix("_proj") + "_norm"] for name in self.queries}
+        #: Of the last `take`, by mix: the mean weight of each source, the earliest block first, the running sum last.
+        self.weights: dict[str, list[float]] = {}
         self._sums: dict[str, list[float | Tensor]] = {}
         for name, query in self.queries.items():
             hook = query.register_forward_hook(lambda module, args, output, name=name: self._after_mix(name, output))
@@ -33,8 +35,9 @@ class DepthWatch(TrainingWatch):
             By name: `entropy` of the weights over log L (1: all sources alike, 0: one), `largest` weight, both as means
             over tokens, and `query_norm`, the length of query times key gain.
         """
-        report = {}
-        for name, (tokens, entropy, largest) in self._sums.items():
+        report, self.weights = {}, {}
+        for name, (tokens, entropy, largest, weights) in self._sums.items():
+            self.weights[name] = (weights / tokens).tolist()
             length = (self.queries[name].weight[0].detach() * self._gains[name].weight.detach()).float().norm()
             figures = {"entropy": entropy / tokens, "largest": largest / tokens, "query_norm": length}
             report[name] = {key: float(value) for key, value in figures.items()}
@@ -49,8 +52,8 @@ class DepthWatch(TrainingWatch):
         if self.real is not None:
             p = p[self.real]
         entropy = torch.special.entr(p).sum() / math.log(p.shape[-1])
-        new: list[Any] = [len(p), entropy, p.amax(dim=-1).sum()]
-        old = self._sums.get(name, [0, 0.0, 0.0])
+        new: list[Any] = [len(p), entropy, p.amax(dim=-1).sum(), p.sum(dim=0)]
+        old = self._sums.get(name, [0, 0.0, 0.0, 0.0])
         self._sums[name] = [a + b for a, b in zip(old, new, strict=True)]
 
 

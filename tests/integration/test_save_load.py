@@ -150,6 +150,28 @@ def test_the_first_layers_only(tiny: K3ForCausalLM, saved: Path, tmp_path: Path)
         AutoModelForCausalLM.from_pretrained(saved, num_hidden_layers=6)
 
 
+def test_the_path_by_its_name_in_the_library(tiny: K3ForCausalLM, saved: Path) -> None:
+    assert same(K3ForCausalLM.from_pretrained(pretrained_model_name_or_path=saved), tiny)
+    made = K3ForCausalLM.from_pretrained(
+        pretrained_model_name_or_path=None, config=tiny.config, state_dict=tiny.state_dict()
+    )
+    assert same(made, tiny)
+
+
+@pytest.mark.parametrize("model_class", [K3Model, K3ForCausalLM, K3ForSequenceClassification])
+def test_a_checkpoint_under_our_own_names(model_class: type, tmp_path: Path) -> None:
+    """What the library writes when it is told not to use the released names is read as well."""
+    model = build(tiny_config("KM"), model_class=model_class)
+    model.save_pretrained(tmp_path, save_original_format=False)
+    assert any(name.endswith("experts.gate_up_proj") for name in tensors_in(tmp_path))
+    assert same(model_class.from_pretrained(tmp_path), model)
+    tensors = tensors_in(tmp_path)
+    del tensors[next(name for name in tensors if name.endswith("experts.down_proj"))]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"experts\.down_proj"):
+        model_class.from_pretrained(tmp_path)
+
+
 # -- the released layout ----------------------------------------------------------------------------------------
 
 

@@ -1,5 +1,6 @@
 """The library's Trainer with our callback: biases move once a step, figures reach the log, resuming changes nothing."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.testing_utils import CaptureLogger
+from transformers.utils import logging
 
 from modeling_k3.training.callback import K3TrainingCallback
 from tests.models import build, tiny_config, token_ids, within
@@ -76,6 +79,55 @@ def test_reporters_see_the_figures_after_attach(tmp_path: Path) -> None:
     assert trainer.callback_handler.callbacks.count(callback) == 1
     trainer.train()
     assert reporter.seen[0] >= FIGURES
+
+
+def test_tensorboard_gets_the_figures_through_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
+    callback = K3TrainingCallback()
+    trainer = trainer_of(tmp_path, 2, callback, report_to=["tensorboard"])
+    callback.attach(trainer)
+    trainer.train()
+    events = EventAccumulator(str(tmp_path / "board"))
+    events.Reload()
+    assert set(events.Tags()["scalars"]) >= {f"train/{name}" for name in FIGURES | {"loss"}}
+    entries = [entry for entry in trainer.state.log_history if "loss" in entry]
+    for name in FIGURES:
+        points = [(point.step, point.value) for point in events.Scalars(f"train/{name}")]
+        assert points == [(entry["step"], pytest.approx(entry[name], rel=1e-6)) for entry in entries]
+
+
+def test_reporters_that_see_nothing_are_not_left_so_in_silence(tmp_path: Path) -> None:
+    said = []
+    for attach in (False, True):
+        callback = K3TrainingCallback()
+        trainer = trainer_of(tmp_path, 1, callback)
+        if attach:
+            callback.attach(trainer)
+        trainer.args.report_to = ["board"]
+        with CaptureLogger(logging.get_logger("modeling_k3.training.callback")) as log:
+            trainer.train()
+        said.append(log.out)
+    assert "attach(trainer)" in said[0] and not said[1]
+
+
+def test_the_picture_is_drawn_while_training_but_takes_little_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[int] = []
+
+    def slow(path: Path, log: Any, loads: Any, depth: Any, **options: Any) -> None:
+        drawn.append(log[-1]["step"])
+        assert len(loads) == 2 and len(next(iter(loads.values()))) == 4
+        assert len(depth) == 4 and all(sum(row) == pytest.approx(1, abs=1e-5) for row in depth.values())
+        time.sleep(0.5)
+
+    monkeypatch.setattr("modeling_k3.training.callback.draw_training", slow)
+    trainer_of(tmp_path, 5, K3TrainingCallback(plot=tmp_path / "training.png")).train()
+    # At the first entry, and at the last, which is drawn once the training is over.
+    assert drawn[0] == 1 and drawn[-1] == 5 and len(drawn) == 2
 
 
 @pytest.mark.parametrize("method", ["quantile", "histogram", "sign"])

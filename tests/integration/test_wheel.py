@@ -1,14 +1,24 @@
-"""The wheel holds what the tree holds: every module, preset and notice, and the `k3` command."""
+"""The wheel holds what the tree holds, and works: in an environment of its own, from another directory.
 
+The environment sees this one's torch and transformers (no network), and not this one's modeling_k3, which is installed
+from the tree: its finder is kept out.
+"""
+
+import os
+import re
 import shutil
 import subprocess
 import sys
+import sysconfig
+import tarfile
+import venv
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from zipfile import ZipFile
 
 import pytest
 
+import modeling_k3
 from tests.layout_source import ROOT, tracked_files
 
 pytestmark = pytest.mark.slow
@@ -18,19 +28,55 @@ _MAPPED = ("configuration/", "conversion/")
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ZipFile]:
-    """Build from a copy: a build writes into its tree, and leftovers of an older build there would be packed too."""
-    tree, out = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("wheel")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy: a build writes into its tree, and leftovers of an older build there would be packed too."""
+    folder = tmp_path_factory.mktemp("tree")
     for name in tracked_files():
         if not name.startswith("tests/"):
-            (tree / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(ROOT / name, tree / name)
-    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(out), "."]
-    done = subprocess.run(command, cwd=tree, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / name, folder / name)
+    return folder
+
+
+def build_wheel(source: Path, out: Path) -> Path:
+    """The wheel that pip makes of a tree or of a source distribution."""
+    options = ["--no-deps", "--no-build-isolation", "--disable-pip-version-check", "--wheel-dir", str(out)]
+    run([sys.executable, "-m", "pip", "wheel", *options, str(source)], out)
     (path,) = out.glob("*.whl")
-    with ZipFile(path) as opened:
+    return path
+
+
+def run(command: list[str], folder: Path) -> str:
+    """Run a command in a folder, without what this process adds to the path of modules; return what it prints."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    settings = {**environment, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=folder, env=settings, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel_path(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_wheel(tree, tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def wheel(wheel_path: Path) -> Iterator[ZipFile]:
+    with ZipFile(wheel_path) as opened:
         yield opened
+
+
+@pytest.fixture(scope="module")
+def clean(wheel_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment with the wheel in it, and this one's other packages in sight; returns its folder of programs."""
+    folder = tmp_path_factory.mktemp("clean")
+    venv.EnvBuilder(with_pip=False).create(folder)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    # A line of a path file is a folder; files in it that hook into imports, as editable installs do, stay unread.
+    (packages / "rest.pth").write_text(f"{sysconfig.get_paths()['purelib']}\n{sysconfig.get_paths()['platlib']}\n")
+    options = ["--no-deps", "--no-index", "--disable-pip-version-check", "--ignore-installed"]
+    run([str(folder / "bin" / "python"), "-m", "pip", "install", *options, str(wheel_path)], folder)
+    return folder / "bin"
 
 
 def _installed_name(name: str) -> str:
@@ -80,6 +126,58 @@ def test_metadata_states_licence_and_python(wheel: ZipFile) -> None:
 
 def test_the_command_is_declared(wheel: ZipFile) -> None:
     assert "k3 = modeling_k3.cli:main" in _read_metadata(wheel, "entry_points.txt").splitlines()
+
+
+#: What a newcomer does first, in a fresh environment.
+_FIRST_STEPS = """
+import sys, modeling_k3, torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from modeling_k3 import K3Config, K3ForCausalLM, K3Tokenizer
+from modeling_k3.configuration import preset_path
+assert modeling_k3.__file__.startswith(sys.prefix), modeling_k3.__file__
+model = K3ForCausalLM(K3Config.from_pretrained(preset_path("tiny")))
+model.save_pretrained("made", with_code=True, tokenizer=K3Tokenizer.byte_level())
+model = AutoModelForCausalLM.from_pretrained("made")
+tokenizer = AutoTokenizer.from_pretrained("made")
+prompt = tokenizer("def main(", return_tensors="pt")
+assert type(model) is K3ForCausalLM and model.generate(**prompt, max_new_tokens=4).shape[1] <= 13
+import modeling_k3.adapters, modeling_k3.conversion, modeling_k3.planning, modeling_k3.readiness, modeling_k3.training
+print(modeling_k3.__version__)
+"""
+
+
+def test_first_steps_with_the_wheel_alone(clean: Path, tmp_path: Path) -> None:
+    said = run([str(clean / "python"), "-c", _FIRST_STEPS], tmp_path)
+    assert said.split()[-1] == modeling_k3.__version__
+    assert (tmp_path / "made" / "modeling_k3.py").is_file() and (tmp_path / "made" / "README.md").is_file()
+
+
+def test_the_command_of_the_wheel(clean: Path, tmp_path: Path) -> None:
+    assert "convert" in run([str(clean / "k3"), "--help"], tmp_path)
+    assert "verify" in run([str(clean / "k3"), "convert", "--help"], tmp_path)
+
+
+def test_the_source_distribution_makes_the_same_wheel(tree: Path, wheel: ZipFile, tmp_path: Path) -> None:
+    """Built in a copy of its own, unpacked elsewhere, and turned into a wheel: every file and every byte."""
+    shutil.copytree(tree, tmp_path / "tree", ignore=shutil.ignore_patterns("build", "*.egg-info"))
+    code = "import sys, setuptools.build_meta as b; print(b.build_sdist(sys.argv[1]))"
+    name = run([sys.executable, "-c", code, str(tmp_path)], tmp_path / "tree").split()[-1]
+    with tarfile.open(tmp_path / name) as archive:
+        held = {member.partition("/")[2] for member in archive.getnames()}
+        archive.extractall(tmp_path / "unpacked", filter="data")
+    assert {"LICENSE", "NOTICE", "README.md", "CHANGELOG.md", "pyproject.toml", "setup.cfg"} <= held
+    assert not [file for file in held if file.startswith(("tests/", ".venv", "runs"))]
+    (source,) = (tmp_path / "unpacked").iterdir()
+    (tmp_path / "out").mkdir()
+    with ZipFile(build_wheel(source, tmp_path / "out")) as again:
+        first, last = ({n: w.read(n) for n in w.namelist() if not n.endswith("RECORD")} for w in (wheel, again))
+    assert first.keys() == last.keys()
+    assert [name for name in first if first[name] != last[name]] == []
+
+
+def test_the_changelog_has_this_version() -> None:
+    heads = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert heads[0] == modeling_k3.__version__
 
 
 def test_installed_package_finds_its_presets(wheel: ZipFile, tmp_path: Path) -> None:

@@ -1,17 +1,23 @@
 """The dense part in 4 or 8 bits beside packed experts: what is changed, what is kept, what a layer then computes."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from transformers import BitsAndBytesConfig
 
 from modeling_k3 import K3ForCausalLM, K3Mxfp4Config
 from modeling_k3.adapters import lora_config
 from modeling_k3.dense_bits import quantize_dense
-from tests.checkpoints import released
+from modeling_k3.mxfp4 import decode, encode
+from modeling_k3.planning.components import weight_bytes
+from modeling_k3.planning.shape import read_shape
+from tests.checkpoints import change, edit_config, read_directory, released
 from tests.loras import factors, fill, load
 from tests.models import build, tiny_config, token_ids
 
@@ -84,8 +90,15 @@ def test_over_a_release(way: str, storage: str, tmp_path: Path) -> None:
     kinds = {type(m).__name__ for n, m in model.named_modules() if n.endswith(("q_proj", "routed_expert_up_proj"))}
     assert kinds == {"Linear8bitLt"} and model.is_loaded_in_8bit and not model.is_loaded_in_4bit
     assert {m.storage for m in model.modules() if hasattr(m, "use_storage")} == {storage}
-    with pytest.raises(ValueError, match="bits of bitsandbytes"):
-        model.save_pretrained(tmp_path)
+    expected = model(IDS).logits
+    model.save_pretrained(tmp_path / "saved")
+    stored, before = read_directory(tmp_path / "saved"), read_directory(released())
+    bytes_of_experts = {
+        name: raw for name, raw in before.items() if ".experts." in name and not name.endswith("_shape")
+    }
+    assert bytes_of_experts.items() <= stored.items()
+    again = K3ForCausalLM.from_pretrained(tmp_path / "saved", expert_storage=storage, dtype=torch.float32)
+    assert torch.equal(again(IDS).logits, expected)
     from peft import PeftModel, get_peft_model
 
     adapted = get_peft_model(model, lora_config("all", r=2))
@@ -124,6 +137,128 @@ def test_four_bits_train_and_merge_is_refused_beside_packed_experts() -> None:
     assert losses[2] < losses[0]
 
 
+def saved(tmp_path: Path, name: str = "plain") -> Path:
+    """The model in bf16 as a flat checkpoint."""
+    wide().to(torch.bfloat16).save_pretrained(tmp_path / name)
+    return tmp_path / name
+
+
+@pytest.mark.parametrize("form", list(FORMS))
+def test_a_bf16_checkpoint_is_really_in_few_bits_and_stays_so(form: str, tmp_path: Path) -> None:
+    """Experts too; what is read again is what was saved, bit for bit, before the first forward and after it."""
+    folder = saved(tmp_path)
+    plain = K3ForCausalLM.from_pretrained(folder)
+    model = K3ForCausalLM.from_pretrained(folder, quantization_config=FORMS[form])
+    experts = {name: module for name, module in model.named_modules() if hasattr(module, "use_storage")}
+    for name, module in experts.items():
+        stored = sum(parameter.nbytes for parameter in module.parameters())
+        assert all(parameter.dtype == torch.uint8 for parameter in module.parameters())
+        assert stored * 8 == 4.25 * module.count_weights()
+        matrix = plain.get_submodule(name).matrix(3, "down_proj", torch.float32)
+        assert torch.equal(module.matrix(3, "down_proj", torch.float32), decode(*encode(matrix), dtype=torch.float32))
+    for name, parameter in plain.named_parameters():
+        if type(plain.get_submodule(name.rpartition(".")[0])) is not nn.Linear and ".experts." not in name:
+            kept = model.get_parameter(name)
+            assert kept.dtype == parameter.dtype and torch.equal(kept, parameter), name
+    model.save_pretrained(tmp_path / "first")
+    expected = model(IDS).logits
+    model.save_pretrained(tmp_path / "second")
+    assert torch.equal(model(IDS).logits, expected)
+    files = [tmp_path / name / "model.safetensors" for name in ("first", "second")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    again = K3ForCausalLM.from_pretrained(tmp_path / "first")
+    assert torch.equal(again(IDS).logits, expected)
+    assert again.bytes_by_dtype() == K3ForCausalLM.from_pretrained(tmp_path / "second").bytes_by_dtype()
+    assert again.is_loaded_in_8bit == (form == "int8") and again.is_loaded_in_4bit == (form != "int8")
+    names = read_directory(tmp_path / "first").keys()
+    ending = "SCB" if form == "int8" else f"weight.quant_state.bitsandbytes__{form.replace('double', 'nf4')}"
+    assert f"model.layers.0.self_attn.q_proj.{ending}" in names
+    assert ("model.layers.0.self_attn.q_proj.weight.nested_absmax" in names) == (form == "double")
+    block = json.loads((tmp_path / "first" / "config.json").read_text())["quantization_config"]
+    assert block["quant_method"] == "k3_mxfp4" and block["format"] == "mxfp4-pack-quantized"
+    assert block["dense"]["load_in_8bit"] == (form == "int8")
+
+
+def test_plain_experts_stay_plain_if_asked_and_no_block_tells_of_mxfp4(tmp_path: Path) -> None:
+    folder = saved(tmp_path)
+    model = K3ForCausalLM.from_pretrained(folder, quantization_config=FORMS["nf4"], expert_storage="dense")
+    assert {m.storage for m in model.modules() if hasattr(m, "use_storage")} == {"dense"}
+    expected = model(IDS).logits
+    model.save_pretrained(tmp_path / "saved")
+    block = json.loads((tmp_path / "saved" / "config.json").read_text())["quantization_config"]
+    assert block.keys() == {"quant_method", "dense"}
+    again = K3ForCausalLM.from_pretrained(tmp_path / "saved")
+    assert torch.equal(again(IDS).logits, expected)
+    assert {m.storage for m in again.modules() if hasattr(m, "use_storage")} == {"dense"}
+
+
+def test_bytes_by_dtype_and_one_line_after_loading(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = saved(tmp_path)
+    plain = K3ForCausalLM.from_pretrained(folder).bytes_by_dtype()
+    assert plain.keys() == {"bfloat16", "float32"} and sum(plain.values()) == sum(
+        len(raw.data) for raw in read_directory(folder).values()
+    )
+    transformers.utils.logging.enable_propagation()
+    model = K3ForCausalLM.from_pretrained(folder, quantization_config=FORMS["nf4"])
+    transformers.utils.logging.disable_propagation()
+    counts = model.bytes_by_dtype()
+    assert counts.keys() == {"nf4", "mxfp4", "bfloat16", "float32"} and counts["float32"] == plain["float32"]
+    experts = [module for module in model.modules() if hasattr(module, "use_storage")]
+    assert counts["mxfp4"] == sum(module.count_weights() for module in experts) * 17 // 32
+    layers = [module for module in model.modules() if type(module).__name__ == "Linear4bit"]
+    numbers = sum(module.in_features * module.out_features for module in layers)
+    # 16 float32 of quant_map for each layer beside one scale for 64 codes.
+    assert counts["nf4"] == numbers // 2 + numbers // 16 + 64 * len(layers)
+    assert sum("of weights: " in record.message and "mxfp4" in record.message for record in caplog.records) == 1
+    mapped = K3ForCausalLM.from_pretrained(released(), expert_storage="mapped").bytes_by_dtype()
+    packed = K3ForCausalLM.from_pretrained(released(), expert_storage="packed").bytes_by_dtype()
+    assert mapped.pop("mxfp4 (in files)") == packed.pop("mxfp4") and mapped == packed
+
+
+def test_gradients_flow_after_an_evaluation() -> None:
+    """The CPU's own order of codes, taken in evaluation, has no backward pass; saving then must not change anything."""
+    model = wide().to(torch.bfloat16)
+    quantize_dense(model, FORMS["nf4"])
+    layer = model.model.layers[0].self_attn.q_proj
+    x = torch.randn(3, 128, dtype=torch.bfloat16)
+    with torch.no_grad():
+        before = layer(x)
+        layer.state_dict()
+        assert torch.equal(layer(x), before)
+    y = layer.train()(x.requires_grad_())
+    (grad,) = torch.autograd.grad(y.sum(), x)
+    assert grad.any() and (y - before).norm() < 0.02 * before.norm()
+
+
+def test_double_quantisation_is_refused(tmp_path: Path) -> None:
+    model = K3ForCausalLM.from_pretrained(saved(tmp_path), quantization_config=FORMS["int8"])
+    with pytest.raises(ValueError, match="already"):
+        quantize_dense(model, FORMS["nf4"])
+    model.save_pretrained(tmp_path / "int8")
+    for given in (FORMS["nf4"], FORMS["int8"], FORMS["nf4"].to_dict(), K3Mxfp4Config(dense=FORMS["nf4"])):
+        with pytest.raises(ValueError, match="already, and rounding it once more is refused"):
+            K3ForCausalLM.from_pretrained(tmp_path / "int8", quantization_config=given)
+    folder = saved(tmp_path, "of_library")
+    edit_config(folder, lambda config: config.update(quantization_config=FORMS["int8"].to_dict()))
+    with pytest.raises(ValueError, match="already"):
+        K3ForCausalLM.from_pretrained(folder, quantization_config=FORMS["nf4"])
+
+
+def test_what_is_stored_must_be_whole_and_told_of(tmp_path: Path) -> None:
+    K3ForCausalLM.from_pretrained(saved(tmp_path), quantization_config=FORMS["nf4"]).save_pretrained(tmp_path / "nf4")
+    untold = shutil.copytree(tmp_path / "nf4", tmp_path / "untold")
+    edit_config(untold, lambda config: config["quantization_config"].pop("dense"))
+    with pytest.raises(ValueError, match=r"no quantization_config\.dense"):
+        K3ForCausalLM.from_pretrained(untold)
+    other = shutil.copytree(tmp_path / "nf4", tmp_path / "other")
+    edit_config(other, lambda config: config["quantization_config"].update(dense=FORMS["fp4"].to_dict()))
+    with pytest.raises(ValueError, match="bitsandbytes__fp4"):
+        K3ForCausalLM.from_pretrained(other)
+    change(tmp_path / "nf4", lambda name, raw: {} if name.endswith("0.self_attn.q_proj.weight") else {name: raw})
+    with pytest.raises(ValueError, match=r"q_proj lacks \['weight'\]"):
+        K3ForCausalLM.from_pretrained(tmp_path / "nf4")
+
+
 def test_refusals() -> None:
     with pytest.raises(TypeError, match="allowed is a BitsAndBytesConfig"):
         K3Mxfp4Config(dense="nf4")
@@ -131,3 +266,13 @@ def test_refusals() -> None:
         model = K3ForCausalLM(tiny_config())
     with pytest.raises(ValueError, match="is on disk by the device map"):
         quantize_dense(model, FORMS["int8"])
+
+
+@pytest.mark.parametrize("form", ["nf4", "fp4", "int8"])
+def test_the_plan_counts_the_bytes_there_are(form: str, tmp_path: Path) -> None:
+    """Experts and dense part, misfits and scales included, to the byte."""
+    model = K3ForCausalLM.from_pretrained(saved(tmp_path), quantization_config=FORMS[form])
+    predicted = weight_bytes(read_shape(model.config), 2, dense=form, experts="mxfp4")
+    measured = model.bytes_by_dtype()
+    assert sum(predicted.values()) == sum(measured.values())
+    assert predicted["routed experts"] == measured["mxfp4"]

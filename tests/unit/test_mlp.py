@@ -146,3 +146,42 @@ def test_an_mlp_of_width_zero_adds_nothing() -> None:
     """`num_shared_experts` 0 builds one."""
     y = K3MLP(tiny_config(), 0)(tensor(2, 3, 64, dtype=torch.float32))
     assert y.shape == (2, 3, 64) and (y == 0).all()
+
+
+@pytest.mark.parametrize("c", [25.0, None])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_every_number_of_16_bits_gives_the_bits_of_the_equation(dtype: torch.dtype, c: float | None) -> None:
+    """Large 16-bit tensors on a CPU are looked up; views with strides and rows beyond one block included."""
+    numbers = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(dtype)
+    gate, up = torch.stack([numbers, numbers.flip(0).roll(77)]).reshape(2, 32, 2048).roll(5, 1).unbind(0)
+    wide_gate, wide_up = gate.float(), up.float()
+    bent = wide_up if c is None else c * torch.tanh(wide_up / c)
+    expected = (4 * torch.tanh(wide_gate / 4) * torch.sigmoid(wide_gate) * bent).to(dtype)
+    both = torch.cat([gate, up], dim=-1)
+    halves = both.chunk(2, dim=-1)
+    for g, u in ((gate, up), halves):
+        y = gated_activation(g, u, beta=4.0, linear_beta=c)
+        assert torch.equal(y.nan_to_num(7.0), expected.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("shape", [(), (0, 6), (3,), (2, 5, 6), (40, 4000)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_gradients_follow_the_equation(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    size = math.prod(shape)
+    x = [tensor(size, seed=seed, dtype=dtype).reshape(shape) for seed in (0, 1, 2)]
+    g, u = (each.clone().requires_grad_() for each in x[:2])
+    found = torch.autograd.grad(gated_activation(g, u, beta=1.5, linear_beta=2.0), (g, u), x[2])
+    g, u = (each.double().requires_grad_() for each in x[:2])
+    y = 1.5 * torch.tanh(g / 1.5) * torch.sigmoid(g) * (2 * torch.tanh(u / 2))
+    for mine, true in zip(found, torch.autograd.grad(y, (g, u), x[2].double()), strict=True):
+        assert mine.dtype == dtype
+        relative = {torch.bfloat16: 2**-8, torch.float32: 1e-5, torch.float64: 1e-12}[dtype]
+        assert ((mine.double() - true).abs() <= relative * (true.abs() + 1e-2)).all()
+
+
+def test_only_the_inputs_are_kept_for_the_backward() -> None:
+    kept: list[int] = []
+    g, u = (tensor(64, 128, seed=seed).bfloat16().requires_grad_() for seed in (0, 1))
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: (kept.append(x.nbytes), x)[1], lambda x: x):
+        gated_activation(g, u, beta=4.0, linear_beta=25.0)
+    assert sum(kept) == g.nbytes + u.nbytes

@@ -122,6 +122,11 @@ def test_attentions_stand_at_the_place_of_their_layer(tiny: K3ForCausalLM, logit
     exact = model(IDS, output_attentions=True, kda_implementation="exact").attentions
     assert [a.shape[0] for a in exact] == [2] * len(kinds) and all(a.shape[2:] == (12, 12) for a in exact)
     model.set_kda_implementation("exact", layers=[0])
+    model.config.output_attentions = True
+    by_config = model(IDS).attentions
+    assert [a is None for a in by_config] == [k == "linear_attention" and i > 0 for i, k in enumerate(kinds)]
+    assert model(IDS, output_attentions=False).attentions is None
+    model.config.output_attentions = False
     some = model(IDS, output_attentions=True, return_dict=False)[-1]
     assert [a is None for a in some] == [k == "linear_attention" and i > 0 for i, k in enumerate(kinds)]
 

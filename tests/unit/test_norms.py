@@ -111,3 +111,35 @@ def test_gated_norm_casts_once_at_the_end() -> None:
     expected = truth(x, norm.weight, 1e-5, gate)
     assert torch.equal(y, expected.bfloat16())
     assert not torch.equal(y, truth(x, norm.weight.bfloat16(), 1e-5, gate).bfloat16())
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_the_norms_own_backward_follows_the_equation(dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
+    """More rows than a block holds; a weight wider than the activations makes the result as wide."""
+    norm = K3RMSNorm(2048, eps=1e-5).to(weight_dtype)
+    with torch.no_grad():
+        norm.weight.copy_(1 + tensor(2048, scale=0.2))
+        x = (tensor(2, 33, 2048, seed=1) * 3).to(dtype)
+        plain = norm(x)
+    x.requires_grad_()
+    y = norm(x)
+    dy = tensor(*y.shape, seed=2).to(y.dtype)
+    assert torch.equal(y, plain) and y.dtype == torch.promote_types(dtype, weight_dtype)
+    dx, dw = torch.autograd.grad(y, (x, norm.weight), dy)
+    wide, weight = x.detach().double().requires_grad_(), norm.weight.detach().double().requires_grad_()
+    true = weight * wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)
+    for mine, expected, own in zip(
+        (dx, dw), torch.autograd.grad(true, (wide, weight), dy.double()), (x, norm.weight), strict=True
+    ):
+        assert mine.dtype == own.dtype
+        coarsest = max(torch.finfo(each).eps for each in (dtype, weight_dtype))
+        assert (mine.double() - expected).norm() <= 2 * coarsest * expected.norm()
+
+
+def test_the_norm_keeps_its_input_and_nothing_wide() -> None:
+    norm, kept = K3RMSNorm(64, eps=1e-5).bfloat16(), []
+    x = tensor(50, 64).bfloat16().requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: (kept.append(saved.nbytes), saved)[1], lambda x: x):
+        norm(x)
+    assert sum(kept) == x.nbytes + norm.weight.nbytes

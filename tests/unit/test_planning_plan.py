@@ -20,7 +20,10 @@ def test_the_release_runs_in_24_gib_from_the_files() -> None:
     plan = plan_memory("kimi-k3", "24GiB", context=131072)
     assert (plan.dense_place, plan.expert_place, plan.use.experts) == ("mapped", "mapped", "mxfp4")
     assert plan.used <= plan.budget == 24 << 30
-    assert plan.load_options() == {"dtype": "bfloat16", "expert_storage": "mapped"}
+    state = plan.table["state"]
+    shared = plan.expert_bytes + state["KDA state"] + state["conv windows"] + state["MLA latent"] + state["rollback"]
+    assert plan.load_options() == {"dtype": "bfloat16", "expert_storage": "mapped", "expert_memory": shared}
+    assert shared == plan.expert_bytes_at(0) + state["KDA state"] + state["conv windows"] + state["rollback"]
     assert plan.generate_options() == {"prefill_chunk_size": 2048}
     assert plan.latent_per_token == 27648
 
@@ -75,8 +78,8 @@ def test_a_dense_part_that_is_converted_cannot_stay_in_the_files() -> None:
     small = plan_memory("kimi-k3", "64GiB", dense="nf4")
     assert small.dense_place == "memory" and small.expert_place == "mapped"
     assert small.load_options()["quantization_config"]["bnb_4bit_quant_type"] == "nf4"
-    counted = plan_memory("pico", "2GiB", experts="int8")
-    with pytest.raises(ValueError, match="experts='int8' is not what from_pretrained can load"):
+    counted = plan_memory("pico", "2GiB", experts="hqq3")
+    with pytest.raises(ValueError, match="experts='hqq3' is not what from_pretrained can load"):
         counted.load_options()
 
 

@@ -1,0 +1,230 @@
+"""The model card of an upload: what the model is, how it is loaded, what it is licensed under, what was measured."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from .experts import iter_experts
+
+CARD_FILE = "README.md"
+RELEASED_REPOSITORY = "moonshotai/Kimi-K3"
+RELEASED_LICENSE = "kimi-k3"
+_LICENSE_LINK = f"https://huggingface.co/{RELEASED_REPOSITORY}/blob/main/LICENSE"
+#: What a caller may say; everything else on a card is read off the model.
+CARD_FIELDS = ("title", "description", "license", "base_model", "derived", "datasets", "language", "tags", "figures")
+#: One measurement; `what` and `value` are needed.
+FIGURE_FIELDS = ("what", "value", "command", "machine", "date")
+#: Widths that together are the release's: no other model has them, and fine-tuning keeps them.
+_RELEASED_WIDTHS = {
+    "hidden_size": 7168,
+    "vocab_size": 163840,
+    "kv_lora_rank": 512,
+    "routed_expert_hidden_size": 3584,
+    "moe_intermediate_size": 3072,
+}
+_IS_RELEASE = re.compile(r"(^|/)kimi[-_]k3($|[-_./])", re.IGNORECASE)
+
+_BODY = """
+# {title}
+
+{description}
+
+A decoder of the Kimi K3 family: Kimi Delta Attention and gated multi-head latent attention without positions, attention
+over depth, mixture of experts computed in a latent.
+
+| | |
+|---|---|
+{table}
+
+## Use
+
+The code is in this repository:
+
+```python
+from transformers import {auto}, AutoTokenizer
+
+model = {auto}.from_pretrained("{repository}", trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained("{repository}", trust_remote_code=True)
+```
+
+With the package `modeling_k3` installed, `import modeling_k3` first and leave `trust_remote_code` out: the installed
+code is used, and none of this repository's is run. These need the package: the CPU kernels, LoRA on packed experts, and
+the tools (`k3 chat`, `k3 convert`, `k3 doctor`, ...). Loading, generation, packed experts, training and saving do not.
+
+## Measured
+
+{figures}
+
+## Licence
+
+{licence}
+"""
+_OWN_LICENCE = """The code files (`*.py`) are under [Apache-2.0](https://www.apache.org/licenses/LICENSE-2.0).
+{weights}"""
+_NOT_STATED = "Whoever made the weights has not stated a licence for them."
+_RELEASED_LICENCE = f"""The weights are derived from [Kimi K3](https://huggingface.co/{RELEASED_REPOSITORY}) by \
+Moonshot AI and are under the [Kimi K3 License]({_LICENSE_LINK}), whose text decides; this is a summary only:
+
+- Its copyright line and permission notice go with every copy or substantial portion. There is no warranty.
+- Model as a service: whoever, with affiliates, offers third parties inference or fine-tuning with meaningful control
+  over inputs, parameters or training data, and whose group's total revenue exceeds 20 million US dollars over any 12
+  consecutive months, needs a separate agreement with Moonshot AI before any commercial use of the model or of works
+  derived from it.
+- Display: a commercial product or service that uses the model or works derived from it, and has more than 100 million
+  monthly active users or more than 20 million US dollars monthly revenue, must show "Kimi K3" prominently on its user
+  interface.
+- Internal use that reaches no third party, and use through Moonshot AI's official products or certified inference
+  partners, are exempt from the last two points."""
+
+
+def check_card(card: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return what a caller says about a model, checked.
+
+    Args:
+        card: some of `CARD_FIELDS`; `figures` is a list of dictionaries with some of `FIGURE_FIELDS`.
+
+    Raises:
+        TypeError: no mapping.
+        ValueError: an unknown field, or a figure without `what` and `value`.
+    """
+    if card is not None and not isinstance(card, Mapping):
+        raise TypeError(f"card={card!r} must be a dictionary with some of {list(CARD_FIELDS)}")
+    card = dict(card or {})
+    unknown = sorted(set(card) - set(CARD_FIELDS))
+    if unknown:
+        raise ValueError(f"card has unknown entries {unknown}; allowed are {list(CARD_FIELDS)}")
+    for figure in card.get("figures", ()):
+        if not {"what", "value"} <= set(figure) <= set(FIGURE_FIELDS):
+            raise ValueError(f"figures: {figure!r} needs 'what' and 'value'; allowed are {list(FIGURE_FIELDS)}")
+    return card
+
+
+def is_derived(model: nn.Module, source: Path | None) -> bool:
+    """Whether the weights come from the released ones, as far as that can be seen.
+
+    Args:
+        model: its name and its widths tell.
+        source: the folder it was read from, whose licence and card tell; None if there is none.
+    """
+    config = model.config
+    if _IS_RELEASE.search(str(getattr(model, "name_or_path", "") or "")):
+        return True
+    if all(getattr(config, name) == width for name, width in _RELEASED_WIDTHS.items()):
+        return True
+    beside = [source / name for name in ("LICENSE", CARD_FILE)] if source is not None else []
+    heads = [path.read_text(encoding="utf-8", errors="replace")[:1000] for path in beside if path.is_file()]
+    return any(re.search(rf"kimi k3 license|license_name: {RELEASED_LICENSE}\b", head, re.IGNORECASE) for head in heads)
+
+
+def make_card(model: nn.Module, repository: str, auto: str, card: Mapping[str, Any], derived: bool) -> str:
+    """The card in Markdown, with the metadata the hub reads.
+
+    Args:
+        model: what is uploaded.
+        repository: its name there.
+        auto: name of the Auto class that loads it.
+        card: see `check_card`.
+        derived: the weights come from the released ones.
+
+    Raises:
+        ValueError: another licence is given for derived weights.
+    """
+    licence = card.get("license")
+    if derived and licence not in (None, RELEASED_LICENSE, "other"):
+        raise ValueError(
+            f"card: license={licence!r}, but the weights derive from {RELEASED_REPOSITORY}, whose licence "
+            f"binds; allowed is {RELEASED_LICENSE!r}, or derived=False where they do not"
+        )
+    title = card.get("title") or repository.rpartition("/")[2]
+    base = card.get("base_model") or (RELEASED_REPOSITORY if derived else None)
+    data: dict[str, Any] = {"library_name": "transformers"}
+    if auto == "AutoModelForCausalLM":
+        data["pipeline_tag"] = "text-generation"
+    elif auto.endswith("Classification"):
+        data["pipeline_tag"] = "text-classification" if "Sequence" in auto else "token-classification"
+    if derived:
+        data |= {"license": "other", "license_name": RELEASED_LICENSE, "license_link": _LICENSE_LINK}
+    elif licence is not None:
+        data["license"] = licence
+    else:
+        # Nobody but who made the weights can license them; a card without the entry would say nothing of the code.
+        data |= {"license": "other", "license_name": "apache-2.0-code-weights-not-stated"}
+    data |= {"base_model": base} if base else {}
+    data |= {name: card[name] for name in ("datasets", "language") if card.get(name)}
+    data["tags"] = list(dict.fromkeys(["k3", "linear-attention", "mixture-of-experts", *card.get("tags", ())]))
+    weights = f"The weights are under {licence}." if licence else _NOT_STATED
+    own = _OWN_LICENCE.format(weights="" if derived else weights).rstrip()
+    body = _BODY.format(
+        title=title,
+        description=card.get("description") or (f"Derived from {base}." if base else "Built with `modeling_k3`."),
+        table="\n".join(f"| {name} | {value} |" for name, value in describe(model)),
+        auto=auto,
+        repository=repository,
+        figures=_figures(card.get("figures", ())),
+        licence=f"{own}\n\n{_RELEASED_LICENCE}" if derived else own,
+    )
+    # JSON is YAML: nothing that a caller says can break out of its line.
+    lines = [f"{name}: {_scalar(value)}" for name, value in data.items()]
+    return "\n".join(["---", *lines, "---", body])
+
+
+def _scalar(value: Any) -> str:
+    is_plain = isinstance(value, str) and re.fullmatch(r"[A-Za-z][\w./:-]*", value) and not value.endswith(":")
+    return value if is_plain else json.dumps(value, ensure_ascii=False)
+
+
+def describe(model: nn.Module) -> list[tuple[str, str]]:
+    """Name and value of what can be counted on a model."""
+    config = model.config
+    total = model.num_parameters()
+    kinds = config.layer_types
+    rows = [
+        ("parameters", f"{total:,}, of which {active_parameters(model):,} work on each token"),
+        (
+            "layers",
+            f"{len(kinds)}: {kinds.count('linear_attention')} KDA, {kinds.count('full_attention')} MLA",
+        ),
+        ("hidden width", f"{config.hidden_size:,}"),
+        ("vocabulary", f"{config.vocab_size:,}"),
+    ]
+    experts = iter_experts(model)
+    if experts:
+        shared = config.num_shared_experts or 0
+        width = config.routed_expert_hidden_size or config.hidden_size
+        rows.append(
+            (
+                "experts",
+                f"{config.num_experts} in each of {len(experts)} layers, {config.num_experts_per_token} chosen per "
+                f"token, {shared} shared; width {width:,}",
+            )
+        )
+        is_packed = any(module.storage != "dense" for _, module in experts)
+        form = "routed experts MXFP4, the rest " if is_packed else ""
+        rows.append(("format", f"{form}{str(model.dtype).removeprefix('torch.')}"))
+    else:
+        rows.append(("format", str(model.dtype).removeprefix("torch.")))
+    return rows
+
+
+def active_parameters(model: nn.Module) -> int:
+    """Parameters that work on one token: all but the experts that are not chosen."""
+    config = model.config
+    idle = sum(
+        module.count_weights() * (config.num_experts - config.num_experts_per_token) // config.num_experts
+        for _, module in iter_experts(model)
+    )
+    return model.num_parameters() - idle
+
+
+def _figures(figures: Sequence[Mapping[str, Any]]) -> str:
+    if not figures:
+        return "Parameters and form above were counted while saving. No other figures were given."
+    cells = [[str(figure.get(name, "")).replace("|", "\\|") for name in FIGURE_FIELDS] for figure in figures]
+    head = ["| " + " | ".join(FIGURE_FIELDS) + " |", "|" + "---|" * len(FIGURE_FIELDS)]
+    return "Measured by whoever made the model.\n\n" + "\n".join(
+        head + ["| " + " | ".join(row) + " |" for row in cells]
+    )

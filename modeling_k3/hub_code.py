@@ -1,0 +1,243 @@
+"""What a folder needs besides weights to be used without this package: code, class map, card, both end tokens.
+
+A plain `save_pretrained` writes none of it, so that checkpoints stay what the release looks like. `push_to_hub` always
+does, `save_pretrained(..., with_code=True)` does, and so does every save of a class that was registered to carry its
+code (`register_for_auto_class`), as the library does itself after it loaded a class from the hub.
+"""
+
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi
+from torch import nn
+from transformers.dynamic_module_utils import custom_object_save
+from transformers.utils import logging
+from transformers.utils.hub import cached_file
+
+from .configuration_k3 import K3Config
+from .hub_card import CARD_FILE, check_card, is_derived, make_card
+from .markup import ENDS
+from .tokenization_k3 import K3Tokenizer
+
+logger = logging.get_logger(__name__)
+
+_NOTICES = re.compile(r"(LICENSE|LICENCE|NOTICE|THIRD[-_]PARTY[-_]NOTICES?)(\.(txt|md))?", re.IGNORECASE)
+#: Model class -> Auto class, for models of the two files that an upload holds.
+_AUTO = {
+    "K3Model": "AutoModel",
+    "K3ForCausalLM": "AutoModelForCausalLM",
+    "K3ForSequenceClassification": "AutoModelForSequenceClassification",
+    "K3ForTokenClassification": "AutoModelForTokenClassification",
+}
+
+
+def _reference(module: str, name: str) -> str:
+    return f"{module.rpartition('.')[2]}.{name}"
+
+
+def auto_class_of(model: nn.Module) -> str:
+    """Name of the Auto class that loads a model: what it was registered for, or what ours are."""
+    own = next((base.__name__ for base in type(model).__mro__ if base.__name__ in _AUTO), "K3Model")
+    # Every class that the library loads from the hub is registered, a causal model through AutoModel too.
+    registered = type(model).__dict__.get("_auto_class")
+    return registered if registered is not None and type(model).__name__ not in _AUTO else _AUTO[own]
+
+
+def class_map(model: nn.Module, with_tokenizer: bool) -> dict[str, Any]:
+    """The `auto_map` of config.json: where which class is.
+
+    Args:
+        model: what is saved; a class of the user's own is listed under its Auto class.
+        with_tokenizer: tokenizer files are there too.
+    """
+    shared = next(base for base in type(model).__mro__ if base.__name__ == "K3PreTrainedModel").__module__
+    found: dict[str, Any] = {
+        "AutoConfig": _reference(K3Config.__module__, "K3Config"),
+        "AutoModel": _reference(shared, "K3Model"),
+        "AutoModelForCausalLM": _reference(shared, "K3ForCausalLM"),
+    }
+    found[auto_class_of(model)] = _reference(type(model).__module__, type(model).__name__)
+    if with_tokenizer:
+        found["AutoTokenizer"] = [_reference(K3Tokenizer.__module__, "K3Tokenizer"), None]
+    return found
+
+
+def set_class_map(folder: Path, found: Mapping[str, Any] | None) -> None:
+    """Write the class map into config.json, or take out one whose files would not be there."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    if config.pop("auto_map", None) is None and found is None:
+        return
+    if found is not None:
+        config = {**config, "auto_map": dict(found)}
+    path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def source_folder(model: nn.Module) -> Path | None:
+    """The local folder a model was read from: its own, or the hub's copy of it; None where there is none."""
+    name = str(getattr(model, "name_or_path", "") or "")
+    if not name:
+        return None
+    if os.path.isdir(name):
+        return Path(name)
+    try:
+        found = cached_file(name, "config.json", local_files_only=True, _raise_exceptions_for_missing_entries=False)
+    except OSError:
+        return None
+    return None if found is None else Path(found).parent
+
+
+class HubUpload:
+    """`push_to_hub` for models: weights, code, card, and the tokenizer in one commit."""
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        tokenizer: Any = None,
+        card: Mapping[str, Any] | None = None,
+        commit_message: str | None = None,
+        commit_description: str | None = None,
+        private: bool | None = None,
+        token: bool | str | None = None,
+        revision: str | None = None,
+        create_pr: bool = False,
+        max_shard_size: int | str | None = "50GB",
+        tags: Sequence[str] | None = None,
+        **save_options: Any,
+    ) -> Any:
+        """Upload so that the repository can be used with `trust_remote_code=True` and nothing installed.
+
+        Args:
+            repo_id: "owner/name"; made if it is not there.
+            tokenizer: uploaded along; generation then stops at both end tokens of the chat format.
+            card: what the model card says besides what can be counted, see `hub_card.check_card`. Without, a card that
+                the repository has already stays as it is.
+            commit_message, commit_description, private, token, revision, create_pr, max_shard_size, tags: as in the
+                library.
+            save_options: of `save_pretrained`, such as `vision` and `variant`.
+
+        Returns:
+            What the hub says about the commit.
+
+        Raises:
+            ValueError, TypeError: an entry of `card` that is not allowed; before anything is created.
+        """
+        given = check_card(card)
+        api = HfApi(token=token)
+        repo = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        wants_card = card is not None or not api.file_exists(repo, CARD_FILE, revision=_branch(revision))
+        given["tags"] = [*given.get("tags", ()), *(tags or ()), *(self.model_tags or ())]
+        with tempfile.TemporaryDirectory() as folder:
+            options = {"max_shard_size": max_shard_size, **save_options}
+            self.save_pretrained(folder, with_code=True, tokenizer=tokenizer, card=given, repository=repo, **options)
+            if not wants_card:
+                Path(folder, CARD_FILE).unlink(missing_ok=True)
+            return self._upload_modified_files(
+                folder,
+                repo,
+                files_timestamps={},
+                commit_message=commit_message,
+                commit_description=commit_description,
+                token=token,
+                create_pr=create_pr,
+                revision=revision,
+            )
+
+
+def _branch(revision: str | None) -> str | None:
+    """Where an earlier card is looked for: a branch that is not there yet begins as a copy of the main one."""
+    return revision if revision is not None and revision.startswith("refs/") else None
+
+
+def code_options(
+    save_directory: str | os.PathLike,
+    is_usual: bool,
+    with_code: bool | None,
+    tokenizer: Any,
+    card: Any,
+    options: dict[str, Any],
+) -> dict[str, Any] | None:
+    """Check and collect what a save is told about code; None for a save without.
+
+    Args:
+        save_directory: names the repository where `options` do not.
+        is_usual: whether the code goes along if nothing is said.
+        with_code: what is said, or None.
+        tokenizer, card: go along with it.
+        options: of the save; `repository` is taken out.
+
+    Raises:
+        ValueError: a tokenizer or a card without code; see `check_card`.
+    """
+    repository = options.pop("repository", None) or options.get("repo_id") or Path(save_directory).resolve().name
+    if is_usual if with_code is None else with_code:
+        return {"repository": repository, "tokenizer": tokenizer, "card": check_card(card)}
+    if tokenizer is not None or card is not None:
+        raise ValueError("tokenizer and card go along with code only; allowed is with_code=True beside them")
+    return None
+
+
+def write_code(
+    folder: Path, model: nn.Module, target: Path, repository: str, tokenizer: Any, card: Mapping[str, Any]
+) -> None:
+    """Complete a folder that has config.json and generation_config.json.
+
+    Args:
+        folder: where the model is being saved.
+        model: what is saved.
+        target: where the files will be; a card that is there stays unless `card` says something.
+        repository: its name, for the card.
+        tokenizer: saved along, with its code; None for none.
+        card: what the card says besides what can be counted, see `hub_card.check_card`.
+
+    Raises:
+        ValueError: the model's class is defined in a script, which has no file to take along; see `make_card`.
+    """
+    source = source_folder(model)
+    derived = is_derived(model, source) if card.get("derived") is None else bool(card["derived"])
+    text = make_card(model, repository, auto_class_of(model), card, derived)
+    if type(model).__module__ == "__main__" or not hasattr(sys.modules[type(model).__module__], "__file__"):
+        raise ValueError(f"{type(model).__name__} has no file of its own to upload; put the class into a module")
+    custom_object_save(model, folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder, with_code=True)
+        _end_with(folder / "generation_config.json", tokenizer)
+    set_class_map(folder, class_map(model, tokenizer is not None))
+    if card or not (target / CARD_FILE).is_file():
+        (folder / CARD_FILE).write_text(text, encoding="utf-8")
+    if derived:
+        _carry_notices(folder, source)
+
+
+def _end_with(path: Path, tokenizer: Any) -> None:
+    """Let generation stop at both end tokens of the chat format, as the release says."""
+    if not path.is_file():
+        return
+    generation = json.loads(path.read_text(encoding="utf-8"))
+    own = generation.get("eos_token_id")
+    listed = own if isinstance(own, list) else [] if own is None else [own]
+    ends = [tokenizer.convert_tokens_to_ids(name) for name in ENDS]
+    # Ids from the model's config would be taken from there again while loading.
+    generation.pop("_from_model_config", None)
+    generation["eos_token_id"] = [*ends, *(token for token in listed if token not in ends)]
+    path.write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
+
+
+def _carry_notices(folder: Path, source: Path | None) -> None:
+    """Take the licence and the notices along, which have to go with every copy."""
+    found = [path for path in source.iterdir() if _NOTICES.fullmatch(path.name)] if source is not None else []
+    for path in found:
+        shutil.copyfile(path, folder / path.name)
+    if not any(path.name.upper().startswith("LIC") for path in found):
+        logger.warning(
+            "The weights derive from Kimi K3, and no LICENSE file was found beside the ones that were loaded: its "
+            "copyright line and permission notice have to go with every copy. Add the file before you pass it on."
+        )

@@ -1,0 +1,152 @@
+"""Every example of use runs with the small trained model, as a user would start it; the notebook runs cell by cell."""
+
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from matplotlib.image import imread
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.hub_server import serve
+from tests.tolerances import bound
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+PICO = EXAMPLES / "pico"
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], dict[str, Any]]:
+    """Load an example as its own script would be."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    return lambda name: runpy.run_path(str(EXAMPLES / f"{name}.py"))
+
+
+def test_generate_streams_a_continuation(
+    example: Callable[[str], dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = []
+    for arguments in (["--seed", "1"], ["--seed", "1"], ["--seed", "2"], ["--temperature", "0"]):
+        example("generate")["main"](["--prompt", "import ", "--max-new-tokens", "24", *arguments])
+        texts.append(capsys.readouterr().out)
+    assert all(text.startswith("import ") and len(text) > 20 for text in texts)
+    assert texts[0] == texts[1] and len(set(texts)) == 3
+
+
+def test_pipeline_answers_every_prompt(
+    example: Callable[[str], dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = ["import ", "class Error(Exception):", "x"]
+    example("pipeline")["main"]([*prompts, "--max-new-tokens", "12"])
+    written = capsys.readouterr().out.split("\n-- ")[1:]
+    assert [text.startswith(prompt) and len(text) > len(prompt) + 6 for text, prompt in zip(written, prompts)] == [
+        True
+    ] * 3
+
+
+def test_lora_is_merged_into_released_names(
+    tmp_path: Path, example: Callable[[str], dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("peft")
+    example("lora")["main"](["--steps", "6", "--rank", "2", "--output", str(tmp_path / "merged")])
+    output = capsys.readouterr().out
+    assert "trainable: " in output and "block_sparse_moe.experts" in output
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", output)]
+    assert losses[-1] < losses[0]
+    (file,) = (tmp_path / "merged").glob("*.safetensors")
+    with safe_open(file, "pt") as opened, safe_open(PICO / "model.safetensors", "pt") as released:
+        names, of_release = set(opened.keys()), set(released.keys())
+    # What serving engines read: the released names, of which only the packed forms of expert weights are gone.
+    plain = {re.sub(r"weight_(packed|scale)$", "weight", name) for name in of_release if "weight_shape" not in name}
+    assert names == plain
+    AutoTokenizer.from_pretrained(tmp_path / "merged")
+    merged, base = (AutoModelForCausalLM.from_pretrained(path, dequantize=True) for path in (tmp_path / "merged", PICO))
+    gate = "model.layers.1.self_attn.q_proj.weight"
+    assert not torch.equal(merged.get_parameter(gate), base.get_parameter(gate).float())
+
+
+@pytest.mark.parametrize("bits", ["4", "8", "16"])
+def test_low_bits_with_experts_in_the_files(
+    bits: str, example: Callable[[str], dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    if bits != "16":
+        pytest.importorskip("bitsandbytes")
+    more = ["--disk-layers", "2"] if bits == "16" else []
+    example("low_bit_offload")["main"](
+        ["--bits", bits, "--expert-memory", "300KB", "--max-new-tokens", "8", *more]
+    )
+    output = capsys.readouterr().out
+    assert {"4": "'Linear4bit'", "8": "'Linear8bitLt'", "16": "{'Linear': 49}"}[bits] in output
+    assert 0 < int(re.search(r"at most ([\d,]+) bytes", output)[1].replace(",", "")) <= 300_000
+
+
+def test_push_to_hub_uploads_what_was_shown(tmp_path: Path, example: Callable[[str], dict[str, Any]]) -> None:
+    """With nothing changed but the address of the hub."""
+    arguments = ["somebody/pico", "--license", "apache-2.0"]
+    example("push_to_hub")["main"]([*arguments, "--preview", str(tmp_path / "preview")])
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    with serve() as hub:
+        environment = {**kept, "HF_ENDPOINT": hub.endpoint, "HF_TOKEN": "hf_test", "HOME": str(tmp_path)}
+        command = [sys.executable, str(EXAMPLES / "push_to_hub.py"), *arguments]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        files = hub.files("somebody/pico")
+    shown = {path.name: path.read_bytes() for path in (tmp_path / "preview").iterdir()}
+    files.pop(".gitattributes", None)
+    assert files == shown
+    assert json.loads(files["config.json"])["auto_map"]["AutoModelForCausalLM"] == "modeling_k3.K3ForCausalLM"
+    assert b"| bits per byte of held-out text | 1.744 |" in files["README.md"]
+
+
+def test_evaluation_agrees_with_the_model(
+    example: Callable[[str], dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """lm-evaluation-harness is no development dependency: `pip install -e '.[eval]'` runs this."""
+    pytest.importorskip("lm_eval", reason="needs pip install -e '.[eval]'")
+    script = example("evaluation")
+    script["main"](["--limit", "2", "--max-length", "4096"])
+    found = {name: float(value) for name, value in re.findall(r"(\w+) +([\d.]+)$", capsys.readouterr().out, re.M)}
+    assert set(found) == {"bits_per_byte", "acc", "acc_norm"}
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(PICO, dtype=torch.float32), AutoTokenizer.from_pretrained(PICO)
+    nats = size = 0.0
+    for row in script["held_out"](str(PICO))[:2]:
+        ids = torch.tensor([[tokenizer.bos_token_id, *tokenizer(row["page"])["input_ids"]]])
+        for start in range(0, ids.shape[1] - 1, 4096):
+            with torch.no_grad():
+                logits = model(ids[:, start : start + 4096]).logits.log_softmax(-1)
+            after = ids[:, start + 1 : start + 4097, None]
+            nats -= logits[:, : after.shape[1]].gather(-1, after).sum().item()
+        size += len(row["page"].encode())
+    assert found["bits_per_byte"] == pytest.approx(nats / size / 0.6931472, abs=1e-3)
+
+
+def test_pictures_of_attention_depth_and_experts(
+    tmp_path: Path, example: Callable[[str], dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    example("attention_maps")["main"](["--text", "x = 1\n", "--heads", "2", "--output", str(tmp_path)])
+    pictures = {path.stem: imread(path) for path in tmp_path.glob("*.png")}
+    assert set(pictures) == {"attention", "depth", "experts"}
+    assert all(picture[..., :3].std() > 0.01 for picture in pictures.values())
+
+
+def test_the_tour_runs() -> None:
+    cells = json.loads((EXAMPLES / "tour.ipynb").read_text())["cells"]
+    scripts = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    assert not any(cell.get("outputs") for cell in cells)
+    runner = "import json, sys\nnames = {}\nfor cell in json.loads(sys.argv[1]): exec(cell, names)"
+    done = subprocess.run(
+        [sys.executable, "-c", runner, json.dumps(scripts)], cwd=EXAMPLES, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    differences = [float(value) for value in re.findall(r": (\d\.\de-\d\d)$", done.stdout, re.M)]
+    assert len(differences) == 3 and max(differences) < bound("same_function_fp32").absolute
+    assert "1 of them end a message" in done.stdout and "equal bits: True" in done.stdout
+    assert "4,392,204 parameters; experts packed" in done.stdout

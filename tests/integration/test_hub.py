@@ -1,0 +1,116 @@
+"""Push, pull, load: the unpatched client library against a stand-in hub."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from modeling_k3 import K3ForCausalLM, K3Tokenizer
+from tests.checkpoints import released
+from tests.hub_server import Hub, serve
+from tests.layout_source import ROOT
+from tests.models import build, tiny_config
+from tests.uploads import BLOCKED, BYTES, USE, ask, check_answer, own_entries, run
+
+
+@pytest.fixture(scope="module")
+def hub() -> Iterator[Hub]:
+    with serve() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def tiny() -> K3ForCausalLM:
+    return build(tiny_config(**BYTES)).requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def saved(tiny: K3ForCausalLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with everything that an upload has."""
+    path = tmp_path_factory.mktemp("upload") / "my-k3"
+    tiny.save_pretrained(path, with_code=True, tokenizer=K3Tokenizer.byte_level())
+    return path
+
+
+PUSH = """
+    import sys
+    sys.path.insert(0, sys.argv[1])
+    from modeling_k3 import K3ForCausalLM, K3Tokenizer
+    model = K3ForCausalLM.from_pretrained(sys.argv[2])
+    tokenizer = K3Tokenizer.from_pretrained(sys.argv[2])
+    print(model.push_to_hub("somebody/pushed", tokenizer=tokenizer, card={"license": "mit", "base_model": "a/b"}))
+    model.save_pretrained(sys.argv[3], push_to_hub=True, repo_id="somebody/saved")
+    tokenizer.push_to_hub("somebody/tokens", commit_message="tokens only")
+"""
+
+
+def test_push_pull_load(hub: Hub, tiny: K3ForCausalLM, saved: Path, tmp_path: Path) -> None:
+    """The unpatched client, with its endpoint set and nothing else."""
+    results, home, local = ask(tmp_path), tmp_path / "home", tmp_path / "local"
+    home.mkdir()
+    local.mkdir()
+    (local / "optimizer.bin").write_bytes(b"not for the hub")
+    said = run(PUSH, str(ROOT), str(saved), str(local), home=home, HF_ENDPOINT=hub.endpoint)
+    assert said.startswith(f"{hub.endpoint}/somebody/pushed/commit/")
+    files = hub.files("somebody/pushed")
+    assert files.keys() == {p.name for p in saved.iterdir()}
+    different = {name for name in files if files[name] != (saved / name).read_bytes()}
+    assert different <= {"README.md", "generation_config.json", "tokenizer_config.json"}
+    tokenizer_config = (saved / "tokenizer_config.json").read_text()
+    assert own_entries(files["tokenizer_config.json"].decode()) == own_entries(tokenizer_config)
+    assert b"license: mit" in files["README.md"] and b'from_pretrained("somebody/pushed"' in files["README.md"]
+    everything = b"".join([*files.values(), *hub.files("somebody/saved").values()])
+    assert str(tmp_path).encode() not in everything and str(saved).encode() not in everything
+    assert "optimizer.bin" not in hub.files("somebody/saved") and "modeling_k3.py" in hub.files("somebody/saved")
+    tokens = hub.files("somebody/tokens")
+    assert "tokenization_k3.py" in tokens and "README.md" not in tokens and "modeling_k3.py" not in tokens
+    # Elsewhere: an empty home, no package.
+    away = tmp_path / "away"
+    away.mkdir()
+    copy = str(tmp_path / "copy")
+    said = run(BLOCKED + USE, "somebody/pushed", results, copy, home=away, HF_ENDPOINT=hub.endpoint)
+    assert said == "['dense'] K3Tokenizer [100, 101, 102, 32, 120] [258, 257]"
+    check_answer(results, tiny)
+
+
+@pytest.mark.slow
+def test_a_card_that_is_there_stays(hub: Hub, saved: Path, tmp_path: Path) -> None:
+    code = """
+        import sys
+        sys.path.insert(0, sys.argv[1])
+        from huggingface_hub import HfApi
+        from modeling_k3 import K3ForCausalLM
+        model = K3ForCausalLM.from_pretrained(sys.argv[2])
+        model.push_to_hub("somebody/card", tags=["first"])
+        text = b"---\\ntags: [mine]\\n---\\nby hand"
+        HfApi().upload_file(path_or_fileobj=text, path_in_repo="README.md", repo_id="somebody/card")
+        model.push_to_hub("somebody/card")
+    """
+    run(code, str(ROOT), str(saved), home=tmp_path, HF_ENDPOINT=hub.endpoint)
+    first, *_, last = (files.get("README.md") for files in list(hub.repositories["somebody/card"].commits.values())[1:])
+    assert b'"first"' in (first or b"") and (last or b"").endswith(b"by hand")
+
+
+@pytest.mark.slow
+def test_the_first_layers_of_a_release_on_the_hub(hub: Hub, tmp_path: Path) -> None:
+    """Only the files with their tensors come down; the code and the released config work from there as well."""
+    source = tmp_path / "source"
+    K3ForCausalLM.from_pretrained(released(), dtype="auto").save_pretrained(source, max_shard_size="20KB")
+    code = """
+        import sys
+        sys.path.insert(0, sys.argv[1])
+        from modeling_k3 import K3ForCausalLM
+        model = K3ForCausalLM.from_pretrained(sys.argv[2], dtype="auto")
+        model.push_to_hub("somebody/release", max_shard_size="20KB", card={"derived": True})
+        part = K3ForCausalLM.from_pretrained("somebody/release", num_hidden_layers=1, dtype="auto")
+        print(part.name_or_path, len(part.model.layers))
+    """
+    said = run(code, str(ROOT), str(source), home=tmp_path, HF_ENDPOINT=hub.endpoint)
+    assert said == "somebody/release 1"
+    files = hub.files("somebody/release")
+    assert b"license_name: kimi-k3" in files["README.md"]
+    assert json.loads(files["config.json"])["model_type"] == "kimi_k3"
+    fetched = {path.rpartition("/")[2] for method, path in hub.requests if method == "GET" and "/release/" in path}
+    weights = {name for name in files if name.endswith(".safetensors")}
+    assert weights & fetched and len(weights & fetched) < len(weights) / 2

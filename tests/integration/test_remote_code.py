@@ -1,0 +1,180 @@
+"""What is uploaded works where this package is not, and keeps out of its way beside it."""
+
+import getpass
+import json
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from modeling_k3 import K3ForCausalLM, K3ForSequenceClassification, K3Tokenizer
+from tests.checkpoints import read_directory, released
+from tests.layout_source import ROOT
+from tests.models import build, tiny_config
+from tests.uploads import BLOCKED, BYTES, USE, ask, check_answer, needed_files, own_entries, run
+
+
+@pytest.fixture(scope="module")
+def tiny() -> K3ForCausalLM:
+    return build(tiny_config(**BYTES)).requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def saved(tiny: K3ForCausalLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with everything that an upload has."""
+    path = tmp_path_factory.mktemp("upload") / "my-k3"
+    tiny.save_pretrained(path, with_code=True, tokenizer=K3Tokenizer.byte_level())
+    return path
+
+
+def test_an_upload_holds_these_files_and_no_other(saved: Path) -> None:
+    side = {"config.json", "generation_config.json", "model.safetensors", "README.md"}
+    side |= {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+    assert {path.name for path in saved.iterdir()} == needed_files() | side
+    assert all((saved / n).read_bytes() == (ROOT / "modeling_k3" / n).read_bytes() for n in needed_files())
+    config = json.loads((saved / "config.json").read_text())
+    assert config["auto_map"] == {
+        "AutoConfig": "configuration_k3.K3Config",
+        "AutoModel": "modeling_k3.K3Model",
+        "AutoModelForCausalLM": "modeling_k3.K3ForCausalLM",
+        "AutoTokenizer": ["tokenization_k3.K3Tokenizer", None],
+    }
+    tokenizer = json.loads((saved / "tokenizer_config.json").read_text())
+    assert tokenizer["auto_map"] == {"AutoTokenizer": ["tokenization_k3.K3Tokenizer", None]}
+    assert json.loads((saved / "generation_config.json").read_text())["eos_token_id"] == [258, 257]
+
+
+def test_a_plain_save_holds_no_code_and_no_class_map(saved: Path, tmp_path: Path) -> None:
+    K3ForCausalLM.from_pretrained(saved).save_pretrained(tmp_path)
+    assert {p.name for p in tmp_path.iterdir()} == {"config.json", "generation_config.json", "model.safetensors"}
+    assert "auto_map" not in json.loads((tmp_path / "config.json").read_text())
+    with pytest.raises(ValueError, match="with_code=True"):
+        build(tiny_config()).save_pretrained(tmp_path, card={"title": "x"})
+
+
+def test_nothing_of_this_machine_is_uploaded(saved: Path) -> None:
+    words = [str(ROOT), str(saved), str(saved.parent), str(Path.home()), sys.prefix, f"/{getpass.getuser()}/"]
+    for path in saved.iterdir():
+        content = path.read_bytes()
+        assert not [word for word in words if word != "/" and word.encode() in content], path.name
+
+
+def test_it_works_where_the_package_is_not(tiny: K3ForCausalLM, saved: Path, tmp_path: Path) -> None:
+    results, copy, home = ask(tmp_path), tmp_path / "copy", tmp_path / "home"
+    home.mkdir()
+    said = run(BLOCKED + USE, str(saved), results, str(copy), home=home, HF_HUB_OFFLINE="1")
+    assert said == "['dense'] K3Tokenizer [100, 101, 102, 32, 120] [258, 257]"
+    check_answer(results, tiny)
+    # What it saved there is the same again, code included; the card is made anew.
+    assert {p.name for p in copy.iterdir()} == {p.name for p in saved.iterdir()}
+    different = {p.name for p in saved.iterdir() if p.read_bytes() != (copy / p.name).read_bytes()}
+    assert different <= {"README.md", "config.json", "generation_config.json", "tokenizer_config.json"}
+    assert own_entries((copy / "tokenizer_config.json").read_text()) == own_entries(
+        (saved / "tokenizer_config.json").read_text()
+    )
+    first, again = (json.loads((f / "config.json").read_text())["auto_map"] for f in (saved, copy))
+    assert {**again, "AutoTokenizer": first["AutoTokenizer"]} == first
+    assert json.loads((copy / "generation_config.json").read_text())["eos_token_id"] == [258, 257]
+
+
+def test_packed_experts_stay_packed_there(tmp_path: Path) -> None:
+    """A release with code beside it: packed in a process without the package, and byte for byte the same after."""
+    model = K3ForCausalLM.from_pretrained(released(), dtype="auto")
+    model.save_pretrained(tmp_path / "upload", with_code=True)
+    config = json.loads((tmp_path / "upload" / "config.json").read_text())
+    assert config["model_type"] == "kimi_k3" and config["auto_map"]["AutoConfig"] == "configuration_k3.K3Config"
+    results, copy, home = ask(tmp_path), tmp_path / "copy", tmp_path / "home"
+    home.mkdir()
+    said = run(BLOCKED + USE, str(tmp_path / "upload"), results, str(copy), home=home, HF_HUB_OFFLINE="1")
+    assert said == "['packed'] no tokenizer"
+    check_answer(results, model)
+    source = read_directory(tmp_path / "upload")
+    assert read_directory(copy) == source
+
+
+def test_a_classifier_takes_its_file_along(tmp_path: Path) -> None:
+    model = build(tiny_config("KM", num_experts=None, num_labels=3), model_class=K3ForSequenceClassification)
+    model.save_pretrained(tmp_path / "upload", with_code=True)
+    found = json.loads((tmp_path / "upload" / "config.json").read_text())["auto_map"]
+    assert found["AutoModelForSequenceClassification"] == "classification.K3ForSequenceClassification"
+    card = (tmp_path / "upload" / "README.md").read_text()
+    assert "pipeline_tag: text-classification" in card and "AutoModelForSequenceClassification" in card
+    code = """
+        import sys, torch
+        from transformers import AutoModelForSequenceClassification as Auto
+        print(Auto.from_pretrained(sys.argv[1], trust_remote_code=True)(torch.tensor([[1, 2]])).logits.shape)
+    """
+    (tmp_path / "home").mkdir()
+    said = run(BLOCKED + textwrap.dedent(code), str(tmp_path / "upload"), home=tmp_path / "home", HF_HUB_OFFLINE="1")
+    assert said == "torch.Size([1, 3])"
+
+
+def test_a_registered_class_carries_its_code_on_every_save(
+    tiny: K3ForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What Trainer needs, which saves and uploads by itself."""
+    monkeypatch.setattr(K3ForCausalLM, "_auto_class", None)
+    K3ForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+    tiny.save_pretrained(tmp_path / "a")
+    assert (tmp_path / "a" / "modeling_k3.py").is_file()
+    assert "AutoModel" in json.loads((tmp_path / "a" / "config.json").read_text())["auto_map"]
+    tiny.save_pretrained(tmp_path / "b", with_code=False)
+    assert not (tmp_path / "b" / "modeling_k3.py").exists()
+    assert "auto_map" not in json.loads((tmp_path / "b" / "config.json").read_text())
+
+
+# -- beside the package -----------------------------------------------------------------------------------------
+
+
+def test_installed_code_wins(saved: Path, tmp_path: Path) -> None:
+    code = """
+        import sys
+        sys.path.insert(0, sys.argv[1])
+        import modeling_k3
+        from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
+        for trust in (None, True):
+            options = {} if trust is None else {"trust_remote_code": trust}
+            for auto in (AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer):
+                assert type(auto.from_pretrained(sys.argv[2], **options)).__module__.startswith("modeling_k3."), auto
+        print("local")
+    """
+    assert run(code, str(ROOT), str(saved), home=tmp_path, HF_HUB_OFFLINE="1") == "local"
+
+
+def test_two_copies_do_not_disturb_each_other(tmp_path: Path) -> None:
+    """The copy is loaded between two loads of the package, and the other way round: all packed, all equal."""
+    K3ForCausalLM.from_pretrained(released(), dtype="auto").save_pretrained(tmp_path / "upload", with_code=True)
+    code = """
+        import sys
+        sys.path.insert(0, sys.argv[1])
+        import torch
+        import modeling_k3
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers.dynamic_module_utils import get_class_from_dynamic_module
+        def load(cls):
+            model = cls.from_pretrained(sys.argv[2], dtype="auto")
+            forms = {m.storage for m in model.modules() if hasattr(m, "storage")}
+            assert forms == {"packed"}, forms
+            return model
+        ids = torch.arange(12)[None]
+        first = load(AutoModelForCausalLM)
+        other = get_class_from_dynamic_module("modeling_k3.K3ForCausalLM", sys.argv[2])
+        assert other is not modeling_k3.K3ForCausalLM and other.__module__.startswith("transformers_modules.")
+        models = [first, load(other), load(AutoModelForCausalLM), load(other), load(modeling_k3.K3ForCausalLM)]
+        assert [type(m) is other for m in models] == [False, True, False, True, False]
+        wanted = models[0](ids).logits
+        assert all(torch.equal(m(ids).logits, wanted) for m in models)
+        cache = models[1](ids[:, :5], use_cache=True).cache
+        assert type(cache).__module__ != "modeling_k3.cache"
+        for target, model in zip(sys.argv[3:], models[1:3]):
+            model.save_pretrained(target, with_code=False)
+        mixed = models[0].generate(ids, max_new_tokens=4, do_sample=False, prompt_lookup_num_tokens=2)
+        assert torch.equal(mixed, models[3].generate(ids, max_new_tokens=4, do_sample=False))
+        print("packed")
+    """
+    targets = [str(tmp_path / name) for name in ("a", "b")]
+    said = run(code, str(ROOT), str(tmp_path / "upload"), *targets, home=tmp_path, HF_HUB_OFFLINE="1")
+    assert said == "packed"
+    source = read_directory(tmp_path / "upload")
+    assert read_directory(tmp_path / "a") == read_directory(tmp_path / "b") == source
