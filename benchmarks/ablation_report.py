@@ -9,6 +9,20 @@ from matplotlib.figure import Figure
 
 Rows = Mapping[str, Mapping[str, Any]]
 _COLORS = ["#22262e", "#1f5fa8", "#c4622d", "#3f8f5b"]
+#: What one has to know to read a group's table.
+REMARKS = {
+    "attention": "Full attention has no positions of its own (NoPE): alone it knows only what the causal mask tells.",
+    "attn_res": "The model has four layers of two sub-layers each, so blocks of 4 are the whole depth.",
+    "routing": "The latent has 3/8 of the width, so the router itself is smaller.",
+    "latent": (
+        "Neither parameters nor compute are equal: see the last two columns. Without a latent there are no projections "
+        "and no norm around the experts."
+    ),
+    "balancing": "Balancing is for the load: on several devices, everyone waits for the expert with the most tokens.",
+    "capacity": "Places beyond the limit are dropped in training only; held-out text is computed without a limit.",
+    "gate": "Each gate begins as published: exp(A_log) is 1 for the bounded one, uniform in 1 to 16 for softplus.",
+    "seeds": "What chance alone does: smaller differences in the other tables mean nothing.",
+}
 _HEAD = (
     "| variant | held-out bits/byte | against baseline | tokens per CPU s | peak MB | load max/mean | dropped "
     "| parameters | used per token |"
@@ -30,7 +44,7 @@ def table(names: Sequence[str], groups: Mapping[str, Any], baseline_is: Mapping[
         lines = [f"### {group}", "", _HEAD, "|---|" + "---:|" * 8]
         for name, row in members(group, groups, baseline_is, rows):
             lines.append(_line(name, row, rows["baseline"]))
-        parts.append("\n".join(lines))
+        parts.append("\n".join([*lines, "", REMARKS[group]]))
     return "\n\n".join(parts) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""LoRA on the linear layers and the routed experts, a few steps in plain torch, merged at the end. Needs: pip install peft
+"""LoRA on linear layers and routed experts: planned, trained in plain torch, merged. Needs: pip install peft
 
 python examples/lora.py --preset all --output runs/lora-merged
 """

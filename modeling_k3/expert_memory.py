@@ -66,7 +66,7 @@ class K3ExpertMemory(K3Persistence):
         largest = max((module.pages.expert_nbytes(0) for _, module in found), default=0)
         residency = None if nbytes is None else ExpertResidency(nbytes, largest)
         for layer, (_, module) in enumerate(found):
-            module.pages.layer, module.pages.residency, module.pages.seen = layer, residency, None
+            module.pages.layer, module.pages.residency = layer, residency
         if residency is not None and self.config.router_input != "latent":
             # A latent is its own layer's; the next one's router makes nothing of it.
             for layer, (name, module) in enumerate(found[1:]):

@@ -28,8 +28,7 @@ class ExpertPages:
     #: Number of the layer, and what decides which experts are in memory; None: the system.
     layer: int = -1
     residency: ExpertResidency | None = None
-    #: What this layer's router saw, for guessing what the next one's will choose.
-    seen: Tensor | None = None
+    _seen: Tensor | None = None
 
     def __init__(
         self, kind: str, num_experts: int, places: dict[tuple[int, str, str], tuple[TensorFile, Entry]]
@@ -93,10 +92,19 @@ class ExpertPages:
             return
         for file in ranges:
             file.check_unchanged()
-        seen, self.seen = self.seen, None
-        follows = self.layer in self.residency.following and 2 * len(experts) <= self.num_experts
-        guess = None if seen is None or not follows else partial(self._guess, seen.detach())
-        self.residency.announce(self, experts, guess)
+        seen, self._seen = self._seen, None
+        # Where most experts are used, the next layer's are read soon enough as they come.
+        is_few = 2 * len(experts) <= self.num_experts
+        self.residency.announce(self, experts, partial(self._guess, seen) if is_few and seen is not None else None)
+
+    def note(self, seen: Tensor) -> None:
+        """What this layer's router saw: from it the next layer's experts are guessed.
+
+        Args:
+            seen: [tokens, width].
+        """
+        if self.residency is not None and self.layer in self.residency.following:
+            self._seen = seen.detach()
 
     def _guess(self, seen: Tensor) -> list[Item]:
         """Experts of the next layer that its router would choose from what this layer's saw."""

@@ -34,8 +34,8 @@ class K3Experts(nn.Module):
     Dense: `gate_up_proj` [N, 2F, E] stacks the released w1 (gate) over w3 (up), `down_proj` [N, E, F] is w2. Packed:
     `<name>_packed` [..., in / 2] and `<name>_scale` [..., in / 32], uint8, in their place. Mapped: neither, `pages`
     says where the experts stand. `eager` is the definition; for dense experts `experts_implementation` selects
-    batched or grouped products of the library instead. Weights p are at least float32, hence so is the sum over
-    experts; one cast at the end.
+    batched or grouped products of the library instead; on a CPU grouped ones are those of `expert_groups`. Weights p
+    are at least float32, hence so is the sum over experts; one cast at the end.
     """
 
     # What the library's implementations ask about the layout of the weights.

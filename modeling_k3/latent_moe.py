@@ -211,7 +211,7 @@ class K3LatentMoE(nn.Module):
         # What adapters put around the experts may have no pages.
         pages = getattr(self.experts, "pages", None)
         if pages is not None:
-            pages.seen = x
+            pages.note(x)
         s = self.experts(z, chosen, weights)
         if self.has_latent_norm:
             s = self.routed_expert_norm(s)

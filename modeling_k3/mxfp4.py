@@ -163,10 +163,17 @@ def expand(parts: Sequence[Tensor], dtype: torch.dtype, device: torch.device, sp
     whole = torch.empty(shape, dtype=dtype, device=device) if space is None else space.take(shape, dtype, device)
     start = 0
     for packed, scale in zip(parts[0::2], parts[1::2], strict=True):
-        moved = packed.to(device, non_blocking=True), scale.to(device, non_blocking=True)
+        moved = _sent(packed, device), _sent(scale, device)
         decode(*moved, dtype=dtype, out=whole[start : start + packed.shape[0]])
         start += packed.shape[0]
     return whole
+
+
+def _sent(part: Tensor, device: torch.device) -> Tensor:
+    """To a GPU by way of pinned memory: straight from mapped pages a copy holds up whatever comes after it."""
+    if torch.device(device).type == "cuda" and part.device.type == "cpu":
+        part = part.pin_memory()
+    return part.to(device, non_blocking=True)
 
 
 def mxfp4_linear(x: Tensor, parts: Sequence[Tensor], space: Workspace | None = None) -> Tensor:

@@ -240,7 +240,7 @@ def _choose(modules: dict[int | None, Any], packed: frozenset[int], checkpoint: 
         return "dense"
     chosen = "packed" if fits else "mapped"
     logger.warning(
-        f"routed experts are {chosen}: {needed / 1e9:.2f} GB of files, {room / 1e9:.2f} GB of memory available "
+        f"routed experts are {chosen}: {needed / 1e9:.3f} GB of files, {room / 1e9:.2f} GB of memory available "
         "(expert_storage='packed', 'mapped' or 'dense' chooses)"
     )
     return chosen

@@ -87,12 +87,14 @@ def stored_bytes(module: Any) -> Counter[str]:
     weight = module._parameters.get("weight") if isinstance(module, nn.Module) else None
     state, counts = getattr(weight, "quant_state", None), Counter[str]()
     if state is not None:
-        scales = [state.absmax, state.code]
-        if state.nested:
-            scales += [state.state2.absmax, state.state2.code, state.offset]
+        # On some CPUs two: the scales that a layer computes with, and those that are saved.
+        scales = {}
+        for each in (state, getattr(module, "_k3_scales", state)):
+            nested = [each.state2.absmax, each.state2.code, each.offset] if each.nested else []
+            scales |= {id(tensor): tensor for tensor in (each.absmax, each.code, *nested)}
         counts[state.quant_type] = weight.nbytes
-        counts["scales"] = sum(tensor.nbytes for tensor in scales)
+        counts["scales"] = sum(tensor.nbytes for tensor in scales.values())
     elif hasattr(weight, "SCB"):
-        scales = weight.SCB if weight.SCB is not None else module.state.SCB
-        counts["int8"], counts["scales"] = weight.nbytes, 0 if scales is None else scales.nbytes
+        rows = weight.SCB if weight.SCB is not None else module.state.SCB
+        counts["int8"], counts["scales"] = weight.nbytes, 0 if rows is None else rows.nbytes
     return counts

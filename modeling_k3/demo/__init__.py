@@ -14,8 +14,14 @@ One module per concern, read in this order:
     run           the whole of it, `k3 demo --train`
     start         `k3 demo`: the finished model of examples/pico
 
-Nothing is imported here, so that `import modeling_k3.demo` costs nothing.
+Nothing large is imported here, so that `import modeling_k3.demo` costs nothing.
 """
+
+import logging
+
+# Where bitsandbytes is installed, the Trainer's imports bring it along, and it complains about an optional package of
+# its own. Nothing here uses it, and a demo should not begin with a complaint.
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
 class UserError(ValueError):

@@ -3,6 +3,8 @@
 The second device is `meta`, which computes shapes and holds nothing: what is counted are the moves.
 """
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -22,7 +24,7 @@ class Moves(TorchDispatchMode):
         super().__init__()
         self.shape, self.count = shape, 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func is torch.ops.aten._to_copy.default and isinstance(out, Tensor) and out.is_meta:
             self.count += not args[0].is_meta and tuple(out.shape) == self.shape

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from modeling_k3 import K3Config
 from modeling_k3.conversion.tiny import make_tiny
 
-LIMIT, TIMES, PROMPT, STEPS = 480 << 20, 4, 6, 6
+LIMIT, TIMES, PROMPT, STEPS = 480 << 20, 4, 4, 5
 EXPERTS, LAYERS, LATENT, WIDTH, TOP_K = 128, 20, 512, 1024, 8
 EXPERT_MEMORY = 128 << 20
 

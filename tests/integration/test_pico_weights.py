@@ -114,7 +114,9 @@ def test_an_adapter_on_packed_experts_learns_a_new_kind_of_text() -> None:
         optimizer.zero_grad()
         losses.append(loss.item() / math.log(2))
     assert losses[-1] < losses[0] - 0.5
-    assert all(torch.equal(m.gate_up_proj_packed, bytes_before) for m, bytes_before in zip(experts, stored, strict=True))
+    assert all(
+        torch.equal(m.gate_up_proj_packed, bytes_before) for m, bytes_before in zip(experts, stored, strict=True)
+    )
 
 
 def test_qk_clip_holds_the_logits_where_training_would_raise_them(text: Tensor) -> None:

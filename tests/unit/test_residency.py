@@ -6,11 +6,16 @@ import os
 import threading
 import time
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from modeling_k3 import K3Config, K3ForCausalLM
+from modeling_k3.conversion.tiny import make_tiny
 from modeling_k3.expert_shelf import Item
+from modeling_k3.experts import iter_experts
 from modeling_k3.residency import ExpertResidency
 
 SIZE = 100
@@ -264,3 +269,22 @@ def test_forget() -> None:
 def test_too_small_a_budget() -> None:
     with pytest.raises(ValueError, match="allowed are 200"):
         ExpertResidency(199, 100)
+
+
+def test_a_forward_leaves_nothing_behind(tmp_path: Path) -> None:
+    """What a router saw is held until the guess is made, with a budget or without one."""
+    config = K3Config(vocab_size=64, num_hidden_layers=4, num_experts=16, num_experts_per_token=2,
+                      moe_intermediate_size=64, routed_expert_hidden_size=64, dtype="bfloat16")  # fmt: skip
+    make_tiny(tmp_path / "checkpoint", config, tokens=0)
+    model = K3ForCausalLM.from_pretrained(tmp_path / "checkpoint", expert_storage="mapped")
+    for budget in (None, "1MiB"):
+        model.limit_expert_memory(budget)
+        model(torch.tensor([[1]]))
+        assert [module.pages._seen for _, module in iter_experts(model)] == [None] * 3
+    residency = model.expert_residency
+    residency.forget()
+    settle(residency)
+    residency.reset_stats()
+    with torch.no_grad():
+        model(torch.tensor([[1]]))
+    assert residency.stats()["guesses"] > 0
