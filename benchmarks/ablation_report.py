@@ -21,7 +21,7 @@ REMARKS = {
     "balancing": "Balancing is for the load: on several devices, everyone waits for the expert with the most tokens.",
     "capacity": "Places beyond the limit are dropped in training only; held-out text is computed without a limit.",
     "gate": "Each gate begins as published: exp(A_log) is 1 for the bounded one, uniform in 1 to 16 for softplus.",
-    "seeds": "What chance alone does: smaller differences in the other tables mean nothing.",
+    "seeds": "The same model and the same work: smaller differences in loss or speed in the other tables mean nothing.",
 }
 _HEAD = (
     "| variant | held-out bits/byte | against baseline | tokens per CPU s | peak MB | load max/mean | dropped "
@@ -80,25 +80,40 @@ def _points(axes: Axes, names: Sequence[str], groups: Any, baseline_is: Any, row
     at, ticks, labels = 0.0, [], []
     seeds = [row["held_out_bits_per_byte"] for _, row in members("seeds", groups, baseline_is, rows)]
     if len(seeds) > 1:
-        axes.axvspan(min(seeds), max(seeds), color="#e9ebee", label="baseline, other seeds")
+        axes.axvspan(min(seeds), max(seeds), color="#e9ebee", label="baseline, all seeds")
+    left, right = _range([rows[name]["held_out_bits_per_byte"] for name in rows], rows["baseline"])
     for group in names:
         for index, (name, row) in enumerate(members(group, groups, baseline_is, rows)):
-            bits, is_first = row["held_out_bits_per_byte"], index == 0
-            axes.plot(bits, at, "o", color=_COLORS[0] if is_first else _COLORS[1], markersize=6)
-            axes.annotate(f"{bits:.3f}", (bits, at), xytext=(7, -3), textcoords="offset points", fontsize=8)
+            bits, color = row["held_out_bits_per_byte"], _COLORS[0] if index == 0 else _COLORS[1]
+            # A run far outside would press all others together: an arrow at the edge stands for it.
+            is_inside = bits <= right
+            axes.plot(min(bits, right), at, "o" if is_inside else ">", color=color, markersize=6, clip_on=False)
+            place, side = ((7, -3), "left") if is_inside else ((-7, -3), "right")
+            axes.annotate(
+                f"{bits:.3f}", (min(bits, right), at), xytext=place, textcoords="offset points", ha=side, fontsize=8
+            )
             ticks.append(at)
             labels.append(name)
             at += 1
         at += 0.7
-    if "baseline" in rows:
-        axes.axvline(rows["baseline"]["held_out_bits_per_byte"], color=_COLORS[0], linewidth=0.8, label="baseline")
+    axes.axvline(rows["baseline"]["held_out_bits_per_byte"], color=_COLORS[0], linewidth=0.8, label="baseline")
+    axes.set_xlim(left, right)
     axes.set_yticks(ticks, labels=labels)
     axes.invert_yaxis()
-    axes.margins(x=0.15)
     axes.grid(axis="x", color="#e9ebee")
     axes.set_axisbelow(True)
     axes.set(xlabel="held-out bits per byte (left is better)")
     axes.legend(frameon=False, fontsize=8)
+
+
+def _range(bits: Sequence[float], baseline: Mapping[str, Any]) -> tuple[float, float]:
+    """From the best run to the worst one that is not three times as far from the baseline as the one before it."""
+    centre = baseline["held_out_bits_per_byte"]
+    above = sorted(value - centre for value in bits)
+    while len(above) > 2 and above[-1] > 3 * max(above[-2], -above[0], 0.01):
+        above.pop()
+    width = max(above[-1] - above[0], 0.01)
+    return centre + above[0] - 0.1 * width, centre + above[-1] + 0.25 * width
 
 
 def _loads(axes: Axes, groups: Any, baseline_is: Any, rows: Rows) -> None:

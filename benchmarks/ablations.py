@@ -120,7 +120,6 @@ def run(variant: str, setting: dict[str, Any], state: Path) -> dict[str, Any]:
     """Train one variant in this process, from its saved state if there is one, and measure it."""
     modeling_k3.register()
     keep_freed_memory()
-    torch.set_num_threads(1)
     seed = setting["seed"] + (int(variant[-1]) if variant in GROUPS["seeds"] else 0)
     settings = TrainSettings(
         max_steps=setting["steps"], batch_size=setting["rows"], sequence_length=setting["length"], looks=1, seed=seed
@@ -200,13 +199,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder of the results")
     parser.add_argument("--state", type=Path, default=Path("runs/ablations"), help="folder of unfinished trainings")
     parser.add_argument("--preset", default="pico")
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--windows", type=int, default=48, help="held-out windows of 1,024 bytes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--one", choices=VARIANTS, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    torch.set_num_threads(1)
     setting = {name: getattr(options, name) for name in ("preset", "steps", "rows", "length", "windows", "seed")}
     if options.one:
         try:

@@ -21,37 +21,37 @@ Like = Annotated[Path | None, typer.Option(exists=True, help="Released folder wh
 NoVision = Annotated[bool, typer.Option("--text-only", help="Leave vision and projector tensors out.")]
 
 
-@app.command()
+@app.command(epilog="Example: k3 convert flat RELEASE OUT")
 def flat(source: Source, target: Target, max_shard_size: ShardSize = None) -> None:
-    """The released layout -> a flat, text-only k3 checkpoint. Experts stay as they are."""
+    """Write a release as a flat, text-only k3 checkpoint. Experts stay as they are."""
     _run(source, target, layout="flat", max_shard_size=max_shard_size)
 
 
-@app.command()
+@app.command(epilog="Example: k3 convert released my-k3 OUT --like RELEASE")
 def released(source: Source, target: Target, like: Like = None, max_shard_size: ShardSize = None) -> None:
-    """A flat checkpoint -> the released layout."""
+    """Write a flat checkpoint in the released layout."""
     _run(source, target, layout="released", like=like, max_shard_size=max_shard_size)
 
 
-@app.command()
+@app.command(epilog="Example: k3 convert dequantize RELEASE OUT --max-shard-size 20GB")
 def dequantize(source: Source, target: Target, text_only: NoVision = False, max_shard_size: ShardSize = None) -> None:
-    """MXFP4 experts -> bfloat16, exactly. Four times the bytes."""
+    """Expand MXFP4 experts to bfloat16, exactly. Four times the bytes."""
     _run(source, target, experts="bf16", vision=not text_only, max_shard_size=max_shard_size)
 
 
-@app.command()
+@app.command(epilog="Example: k3 convert quantize my-k3 OUT")
 def quantize(source: Source, target: Target, text_only: NoVision = False, max_shard_size: ShardSize = None) -> None:
-    """Plain experts -> MXFP4 by the rule of the release, for a model trained here."""
+    """Pack plain experts as MXFP4 by the rule of the release, for a model trained here."""
     _run(source, target, experts="mxfp4", vision=not text_only, max_shard_size=max_shard_size)
 
 
-@app.command()
+@app.command(epilog="Example: k3 convert text RELEASE OUT")
 def text(source: Source, target: Target, max_shard_size: ShardSize = None) -> None:
     """Extract the text model: the same layout without vision and projector tensors."""
     _run(source, target, vision=False, max_shard_size=max_shard_size)
 
 
-@app.command()
+@app.command(epilog="Example: k3 convert shard my-k3 OUT --max-shard-size 5GB")
 def shard(
     source: Source,
     target: Target,
@@ -61,7 +61,7 @@ def shard(
     _run(source, target, max_shard_size=max_shard_size)
 
 
-@app.command()
+@app.command(epilog="Example: k3 convert verify RELEASE OUT --tokens 64")
 def verify(
     first: Source,
     second: Annotated[Path, typer.Argument(exists=True, file_okay=False, help="The other checkpoint folder.")],
@@ -78,7 +78,7 @@ def verify(
     raise typer.Exit(0 if report.is_same else 1)
 
 
-@app.command()
+@app.command(epilog="Example: k3 convert tiny OUT --preset tiny --seed 1")
 def tiny(
     target: Target,
     preset: Annotated[str, typer.Option(help="Name of a preset, or a folder with a config.json.")] = "tiny",
@@ -156,7 +156,8 @@ def _readable() -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError) as error:
-        typer.echo(f"error: {error}", err=True)
+        is_file = isinstance(error, OSError) and error.filename is not None
+        typer.echo(f"error: {error.filename}: {error.strerror}" if is_file else f"error: {error}", err=True)
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
         typer.echo("\nstopped; the same command goes on from here")

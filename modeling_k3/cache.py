@@ -183,7 +183,11 @@ class K3Cache(DynamicCache):
             for layer in self.layers:
                 layer.crop(tokens_to_remove)
             seen = self.get_seq_length()
-            self._map_known(lambda x: x[:, :seen])
+            if seen:
+                self._map_known(lambda x: x[:, :seen])
+            else:
+                # Nothing is left, not even the number of rows.
+                self.reset()
             self.counters["rollbacks"] += 1
             self.counters["rolled_back_tokens"] -= tokens_to_remove
 

@@ -243,10 +243,27 @@ class K3LatentLayer(DynamicLayer):
         return writable and reserve.dtype == like.dtype and reserve.device == like.device
 
     def reserved_bytes(self) -> int:
-        """Bytes of the reserve behind what is filled."""
-        if self._reserve is None or self._filled is not self.keys:
+        """Bytes behind what is filled: the reserve, and what a crop has left until the next token comes."""
+        if not self.get_seq_length() or self.keys.is_meta:
             return 0
-        return sum(x.nbytes for x in self._reserve) - self.keys.nbytes - self.values.nbytes
+        held = [x.untyped_storage() for x in (self.keys, self.values, *(self._reserve or ()))]
+        storages = {storage.data_ptr(): storage.nbytes() for storage in held}
+        return sum(storages.values()) - self.keys.nbytes - self.values.nbytes
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and pickles hold: no reserve, and of the latents only what is filled."""
+        state = {**vars(self), "_reserve": None, "_filled": None}
+        if self.get_seq_length():
+            state["keys"], state["values"] = self.keys.clone(), self.values.clone()
+        return state
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take the last `-tokens_to_remove` tokens back; a large crop gives their memory back too."""
+        super().crop(tokens_to_remove)
+        if tokens_to_remove:
+            self._reserve = self._filled = None
+            if self.get_seq_length() and self.reserved_bytes() > self.keys.nbytes + self.values.nbytes:
+                self.keys, self.values = self.keys.clone(), self.values.clone()
 
     def any_tensor(self) -> Tensor | None:
         """Some tensor with the layer's batch and device, or None if nothing is held."""

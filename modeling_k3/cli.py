@@ -16,6 +16,7 @@ from modeling_k3.readiness.commands import add_commands
 
 app = typer.Typer(
     help="Kimi K3 for transformers.",
+    epilog="Start with:\n\nk3 demo\n\nk3 generate examples/pico --prompt 'import os'",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -43,7 +44,7 @@ def k3() -> None:
     """Kimi K3 for transformers."""
 
 
-@app.command()
+@app.command(epilog="Examples:\n\nk3 demo --prompt 'def main('\n\nk3 demo --train --seconds 60 --save my-k3")
 def demo(
     model: Annotated[Path | None, typer.Option(help="Folder of a trained model. Default: examples/pico.")] = None,
     data: Annotated[
@@ -55,18 +56,20 @@ def demo(
         int | None, typer.Option(min=1, help="CPU threads. Default: the cores there are, at most 8.")
     ] = None,
     prompt: Annotated[str | None, typer.Option(help="Continued by the trained model at the end.")] = None,
-    train: Annotated[bool, typer.Option("--train", help="Train from scratch instead; needed by all below.")] = False,
+    train: Annotated[
+        bool, typer.Option("--train", help="Train from scratch instead. The options below need it.")
+    ] = False,
     out: Annotated[
-        Path | None, typer.Option(help="Folder of the run, runs/demo. An unfinished run in it is resumed.")
+        Path | None, typer.Option(help="Folder of the run; an unfinished one is resumed. Default: runs/demo.")
     ] = None,
-    seconds: Annotated[float | None, typer.Option(min=1, help="Training time, 120.")] = None,
+    seconds: Annotated[float | None, typer.Option(min=1, help="Training time. Default: 120.")] = None,
     steps: Annotated[
-        int | None, typer.Option(min=1, help="A number of steps instead: the same bits every time.")
+        int | None, typer.Option(min=1, help="A number of steps instead of a time: the same bits every time.")
     ] = None,
-    batch_size: Annotated[int | None, typer.Option(min=1, help="Windows per step, 8.")] = None,
-    sequence_length: Annotated[int | None, typer.Option(min=16, help="Bytes per window, 256.")] = None,
-    preset: Annotated[str | None, typer.Option(help="Name of a preset, pico, or a folder with a config.json.")] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Of start values and data order, 0.")] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Windows per step. Default: 8.")] = None,
+    sequence_length: Annotated[int | None, typer.Option(min=16, help="Bytes per window. Default: 256.")] = None,
+    preset: Annotated[str | None, typer.Option(help="Preset, or folder with a config.json. Default: pico.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Of start values and data order. Default: 0.")] = None,
     qat: Annotated[
         bool | None, typer.Option("--qat", help="Train the experts on the MXFP4 grid and save a packed release.")
     ] = None,
@@ -127,7 +130,7 @@ def _train_demo(settings: dict[str, Any], options: dict[str, Any], model: Path |
         raise typer.Exit(INTERRUPTED) from None
 
 
-@app.command()
+@app.command(epilog="Example: k3 generate examples/pico --prompt 'class Node:' --seed 0")
 def generate(
     path: Annotated[Path, typer.Argument(help="Folder of a saved K3 checkpoint with its tokenizer.")],
     prompt: Annotated[str, typer.Option(help="Plain text to continue.")],
@@ -163,18 +166,25 @@ class Effort(enum.StrEnum):
     none = "none"
 
 
-@app.command()
+@app.command(epilog="Examples:\n\nk3 chat MODEL --effort low\n\nk3 chat MODEL --tools stub --system 'Be brief.'")
 def chat(
     path: Annotated[Path, typer.Argument(help="Folder of a saved K3 checkpoint with its tokenizer.")],
     effort: Annotated[Effort, typer.Option(help="How much to think; none says nothing about it.")] = Effort.max,
-    thinking: Annotated[bool, typer.Option(help="With or without the think channel.")] = True,
+    thinking: Annotated[bool, typer.Option(help="Whether the model thinks before it answers.")] = True,
     system: Annotated[str | None, typer.Option(help="System message to begin with.")] = None,
     tools: Annotated[
-        str | None, typer.Option(help="JSON file with tool schemas; you are asked for results. Or: stub.")
+        str | None, typer.Option(help="JSON file with tool schemas, whose results you type; or stub, a pretend tool.")
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens a turn at most, reasoning included.")] = 2048,
-    temperature: Annotated[float | None, typer.Option(min=0, help="0 is greedy. Default: the model's own.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Total probability drawn from. Default: the model's own.")] = None,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens to write at most in a turn, reasoning included.")
+    ] = 2048,
+    temperature: Annotated[
+        float | None, typer.Option(min=0, help="0 always takes the likeliest token. Default: the model's own.")
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(help="Draw from the likeliest tokens of this total probability. Default: the model's own."),
+    ] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Same seed, same text. Default: another every time.")] = None,
     dtype: Annotated[Dtype, typer.Option(help="Number format of the weights.")] = Dtype.auto,
 ) -> None:
@@ -195,7 +205,7 @@ def chat(
     _readable(run)
 
 
-@convert.command("tokenizer")
+@convert.command("tokenizer", epilog="Example: k3 convert tokenizer RELEASE OUT")
 def convert_tokenizer_files(
     source: Annotated[Path, typer.Argument(help="Released folder with tiktoken.model and tokenizer_config.json.")],
     out: Annotated[Path, typer.Argument(help="Folder for tokenizer.json and what belongs to it.")],
@@ -231,8 +241,10 @@ def _readable(run: Callable[[], None]) -> None:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     try:
         run()
-    except (UserError, OSError) as error:
+    except UserError as error:
         _fail(str(error))
+    except OSError as error:
+        _fail(str(error) if error.filename is None else f"{error.filename}: {error.strerror}")
     except KeyboardInterrupt:
         typer.echo("\nstopped")
         raise typer.Exit(INTERRUPTED) from None

@@ -1,33 +1,36 @@
 """How K3 generates: prefill in pieces, prefix reuse, rollback for drafts, and which kinds of cache are possible."""
 
+from copy import copy
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 from transformers.generation import GenerationConfig, GenerationMixin
-from transformers.generation.candidate_generator import CandidateGenerator, EarlyExitCandidateGenerator
+from transformers.generation.candidate_generator import AssistedCandidateGenerator, CandidateGenerator
 
 from .cache import K3Cache
 from .cache_layers import DEFAULT_ROLLBACK
+from .configuration_k3 import K3Config
 from .masks import IMAGE_ARGUMENTS
 from .prefix_cache import PrefixCache
+from .signals import K3Signals, watched
 
 #: Tokens (rows times length) that a prefill puts through the model at once, unless `prefill_chunk_size` says otherwise:
 #: the working set of AttnRes and KDA grows with them, the work does not.
 PREFILL_TOKENS = 2048
+#: Options of a config that ask for outputs of every token.
+_RECORDED = ("output_hidden_states", "output_attentions", "output_router_logits")
 
 
-class _K3EarlyExit(EarlyExitCandidateGenerator):
-    """Drafts with the model's first layers; puts the layer lists back, which a smaller depth cuts."""
+class _K3EarlyExit(AssistedCandidateGenerator):
+    """Drafts with the model's first layers: as an argument of each call, for the config belongs to all threads."""
 
-    def get_candidates(self, input_ids: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        config = self.assistant_model.config
-        depth, linear = config.num_hidden_layers, config.linear_attn_config
-        try:
-            return super().get_candidates(input_ids, **kwargs)
-        finally:
-            config.num_hidden_layers, config.linear_attn_config = depth, linear
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Out of the drafts' own options: they would draft themselves otherwise.
+        self.assistant_kwargs["exit_layer"] = self.generation_config.assistant_early_exit
+        self.generation_config.assistant_early_exit = None
 
 
 class K3GenerationMixin(GenerationMixin):
@@ -38,14 +41,22 @@ class K3GenerationMixin(GenerationMixin):
         signals: a `K3Signals` that counts what happens.
     """
 
-    def generate(self, *args: Any, signals: Any = None, **kwargs: Any) -> Any:
-        """Generate; see the library's method for all other arguments, and the class."""
+    def generate(self, *args: Any, signals: K3Signals | None = None, **kwargs: Any) -> Any:
+        """Generate; see the library's method for all other arguments, and the class.
+
+        Raises:
+            TypeError: `signals` or `prefix_cache` is something else.
+        """
+        known = kwargs.get("prefix_cache")
+        if known is not None and not hasattr(known, "bind"):
+            raise TypeError(f"prefix_cache is a {type(known).__name__}; allowed are None and a PrefixCache")
+        if kwargs.get("cache_implementation") == "hybrid":
+            # The library takes this name for its default.
+            check_cache_implementation("hybrid")
         images = [name for name in IMAGE_ARGUMENTS if kwargs.get(name) is not None]
         if images:
             raise ValueError(f"{', '.join(images)}: image input is not supported; allowed is text, as in forward")
-        if signals is None:
-            return super().generate(*args, **kwargs)
-        with signals.watch(self, kwargs.get("prefix_cache")):
+        with watched(signals, self, known):
             return super().generate(*args, **kwargs)
 
     def prepare_inputs_for_generation(
@@ -56,6 +67,7 @@ class K3GenerationMixin(GenerationMixin):
         inputs_embeds: Tensor | None = None,
         is_first_iteration: bool | None = False,
         prefix_cache: PrefixCache | None = None,
+        exit_layer: int | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
         """Cut out what the cache has not seen yet; a verification step also widens the rollback window to its size."""
@@ -64,6 +76,8 @@ class K3GenerationMixin(GenerationMixin):
             next_sequence_length = input_ids.shape[1] - cache.get_seq_length()
         if next_sequence_length is not None and hasattr(cache, "keep_log") and cache.is_croppable:
             cache.keep_log(next_sequence_length)
+        if exit_layer is not None:
+            kwargs["exit_layer"] = exit_layer
         return super().prepare_inputs_for_generation(
             input_ids,
             next_sequence_length=next_sequence_length,
@@ -103,17 +117,20 @@ class K3GenerationMixin(GenerationMixin):
         Args:
             spare: tokens at the end that must be run, whatever is known of the prompt.
         """
+        if chunk_size is not None and chunk_size < 1:
+            raise ValueError(f"prefill_chunk_size={chunk_size}; allowed are None and numbers above 0")
         cache, prefix_cache = model_kwargs["cache"], model_kwargs.get("prefix_cache")
         begin, length, rows = cache.get_seq_length(), prompt.shape[1], None
         mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
         cache.reserve(begin + length)
         start = 0
-        if prefix_cache is not None and (by_embeds or begin or (mask is not None and not mask.all())):
+        # Hidden states, maps or router logits of the whole prompt are wanted.
+        options = {**{key: getattr(self.config, key, None) for key in _RECORDED}, **model_kwargs}
+        wants_all = any(value for key, value in options.items() if key.startswith("output_"))
+        if prefix_cache is not None and (by_embeds or begin or wants_all or (mask is not None and not mask.all())):
             prefix_cache.count_bypass()
         elif prefix_cache is not None:
-            prefix_cache.bind(self)
-            start, rows = prefix_cache.fill(cache, prompt, spare)
-        wants_all = any(value for key, value in model_kwargs.items() if key.startswith("output_"))
+            start, rows = prefix_cache.fill(cache, prompt, spare, prefix_cache.bind(self))
         if chunk_size is None:
             chunk_size = length if wants_all else max(1, PREFILL_TOKENS // prompt.shape[0])
         outputs = None
@@ -166,18 +183,25 @@ class K3GenerationMixin(GenerationMixin):
         return super()._assisted_decoding(input_ids, *args, generation_config=generation_config, **kwargs)
 
     def _get_candidate_generator(
-        self, generation_config: GenerationConfig, *args: Any, **kwargs: Any
+        self,
+        generation_config: GenerationConfig,
+        input_ids: Tensor,
+        inputs_tensor: Tensor,
+        logits_processor: Any,
+        model_kwargs: dict[str, Any],
+        *args: Any,
+        **kwargs: Any,
     ) -> CandidateGenerator:
-        """Make the source of drafts; drafting with the first layers needs the config put back each time."""
+        """Make the source of drafts: the library's, or the model's own first layers."""
         depth = generation_config.assistant_early_exit
-        if depth is not None and not 0 < depth < self.config.num_hidden_layers:
+        given = (generation_config, input_ids, inputs_tensor, logits_processor, model_kwargs)
+        if depth is None:
+            return super()._get_candidate_generator(*given, *args, **kwargs)
+        if not 0 < depth < self.config.num_hidden_layers:
             raise ValueError(
                 f"assistant_early_exit={depth}; allowed are 1 to {self.config.num_hidden_layers - 1} layers"
             )
-        generator = super()._get_candidate_generator(generation_config, *args, **kwargs)
-        if type(generator) is EarlyExitCandidateGenerator:
-            generator.__class__ = _K3EarlyExit
-        return generator
+        return _K3EarlyExit(input_ids, self, generation_config, model_kwargs, inputs_tensor, logits_processor)
 
     # -- cache --------------------------------------------------------------------------------------------------
 
@@ -185,21 +209,38 @@ class K3GenerationMixin(GenerationMixin):
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
         """Make `generate` use a K3Cache, and refuse the kinds of cache that cannot hold a recurrent state."""
-        implementation = generation_config.cache_implementation
-        if implementation not in (None, "dynamic"):
-            raise ValueError(
-                f"cache_implementation={implementation!r} is not supported; allowed are None and 'dynamic' (a K3Cache)"
-            )
+        check_cache_implementation(generation_config.cache_implementation)
         given = model_kwargs.get("cache") is not None
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
         if not given and type(model_kwargs.get("cache")) is DynamicCache:
-            model_kwargs["cache"] = K3Cache(self.config)
+            model_kwargs["cache"] = K3Cache(first_layers(self.config, model_kwargs.get("exit_layer")))
         cache = model_kwargs.get("cache")
         if cache is None and model_kwargs.get("prefix_cache") is not None:
             raise ValueError("prefix_cache with use_cache=False is not possible: it fills the cache")
         if generation_config.is_assistant and hasattr(cache, "keep_log"):
             # The verifier may take back all that one round drafts.
             cache.keep_log(max(DEFAULT_ROLLBACK, (generation_config.max_new_tokens or 0) + 2))
+
+
+def check_cache_implementation(name: str | None) -> None:
+    """Refuse the library's kinds of cache that cannot hold a recurrent state."""
+    if name not in (None, "dynamic"):
+        raise ValueError(f"cache_implementation={name!r} is not supported; allowed are None and 'dynamic' (a K3Cache)")
+
+
+def first_layers(config: K3Config, count: int | None) -> K3Config:
+    """The config of a model's first layers; the given one stays as it is.
+
+    Raises:
+        ValueError: more layers than there are, or none.
+    """
+    if count is None:
+        return config
+    if not 0 < count <= config.num_hidden_layers:
+        raise ValueError(f"exit_layer={count}; allowed are None and 1 to {config.num_hidden_layers} layers")
+    part = copy(config)
+    part.num_hidden_layers = count
+    return part
 
 
 def _unseen(

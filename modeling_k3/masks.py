@@ -80,25 +80,6 @@ def check_inputs(config: K3Config, input_ids: Tensor | None, inputs_embeds: Tens
         raise ValueError("is_causal=False is not possible: a recurrence sees only what came before; allowed is True")
 
 
-def check_labels(labels: Tensor, inputs: Tensor | None, logits_to_keep: int | Tensor, config: K3Config) -> None:
-    """Refuse labels that do not stand beside the inputs.
-
-    Raises:
-        ValueError: another shape, some logits left out, or (eager mode only) a label outside the vocabulary.
-    """
-    if inputs is not None and labels.shape != inputs.shape[:2]:
-        raise ValueError(f"labels has shape {tuple(labels.shape)}; allowed is {tuple(inputs.shape[:2])}")
-    if isinstance(logits_to_keep, Tensor) or logits_to_keep:
-        raise ValueError(f"logits_to_keep={logits_to_keep!r} with labels is not allowed: the loss needs all logits")
-    if not is_tracing() and labels.numel() and not labels.is_meta:
-        low, high = torch.stack(labels.masked_fill(labels == -100, 0).aminmax()).tolist()
-        if low < 0 or high >= config.vocab_size:
-            raise ValueError(
-                f"labels contains {low if low < 0 else high}; allowed are -100 and 0 to {config.vocab_size - 1} "
-                f"(vocab_size={config.vocab_size})"
-            )
-
-
 def check_cache(cache: object, batch: int, config: K3Config) -> None:
     """Refuse a cache that cannot hold the state of this model.
 
@@ -220,6 +201,23 @@ def check_positions(position_ids: Tensor | None, padding: Tensor | None) -> Tens
     return torch.nn.functional.pad(restarts.cumsum(1), (1, 0)) if restarts.any() else None
 
 
+def check_goes_on(position_ids: Tensor | None, padding: Tensor | None, cache: K3Cache) -> None:
+    """Refuse with a ValueError positions that begin at 0 behind real tokens in the cache: another document."""
+    if position_ids is None or not cache.get_seq_length() or position_ids.is_meta or is_tracing():
+        return
+    position = position_ids.view(-1, position_ids.shape[-1])
+    real = torch.ones_like(position, dtype=torch.bool) if padding is None else padding
+    first = position.expand(real.shape).gather(1, real.long().argmax(1, keepdim=True))[:, 0]
+    begins = real.any(1) & (first == 0)
+    if cache.real is not None:
+        begins = begins & cache.real.any(1).to(begins.device)
+    if begins.any():
+        raise ValueError(
+            f"position_ids begin at 0 again behind {cache.get_seq_length()} tokens in the cache: packed sequences "
+            "cannot continue a cache; allowed are positions that go on, or a fresh K3Cache"
+        )
+
+
 def read_documents(
     position_ids: Tensor | None, padding: Tensor | None, batch: int, length: int, kwargs: dict
 ) -> Tensor | None:
@@ -281,6 +279,8 @@ def read_call(
         raise ValueError(
             f"{what}: packed sequences cannot be cached or continue a cache; allowed is cache=None, or one row for each"
         )
+    if cache is not None:
+        check_goes_on(position_ids, padding, cache)
     packing = None if documents is None else Packing(documents, padding)
     past = 0 if cache is None else cache.get_seq_length()
     if "full_attention" not in config.layer_types:

@@ -1,7 +1,6 @@
 """The K3 model: embedding, decoder layers that read a mixture over depth, output mix, norm, head."""
 
 from collections.abc import Iterable
-from contextlib import nullcontext
 from os import PathLike
 from typing import Any
 
@@ -19,15 +18,17 @@ from .checkpoint import VISION_TENSORS, register_conversions
 from .configuration_k3 import K3Config
 from .decoder_layer import K3DecoderLayer, brought_to
 from .expert_memory import K3ExpertMemory
-from .generation import K3GenerationMixin
+from .generation import K3GenerationMixin, first_layers
+from .head_checks import check_labels, check_logits_to_keep
 from .initialization import init_k3_module
 from .kda import K3DeltaAttention, check_kda_implementation
 from .latent_moe import K3Router, balance_loss
-from .masks import PACKING_ARGUMENTS, CallMasks, check_cache, check_inputs, check_labels, is_tracing, read_call
+from .masks import PACKING_ARGUMENTS, CallMasks, check_cache, check_inputs, is_tracing, read_call
 from .norms import K3RMSNorm
 from .outputs import K3CausalLMOutput, K3LayerWeights, K3ModelOutput
 from .precision import KEEP_IN_FP32
 from .quantizer import register_quantizer
+from .signals import watched
 
 register_conversions()
 register_quantizer()
@@ -150,6 +151,7 @@ class K3Model(K3PreTrainedModel):
         cache: K3Cache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
+        exit_layer: int | None = None,
         **kwargs: Any,
     ) -> K3ModelOutput:
         """Run the decoder.
@@ -162,6 +164,7 @@ class K3Model(K3PreTrainedModel):
                 the one before. `cu_seq_lens_q` and `seq_idx` say the same.
             cache: a K3Cache to continue and update; a call that fails leaves it as it was.
             use_cache: make one if none is given; never for packed documents or under gradient checkpointing.
+            exit_layer: run only so many layers, the first ones; a cache is one for these. Drafts use it.
             kwargs: also `signals`, a `K3Signals` that counts during this call.
 
         Raises:
@@ -169,30 +172,32 @@ class K3Model(K3PreTrainedModel):
         """
         check_inputs(self.config, input_ids, inputs_embeds, kwargs)
         batch = (input_ids if input_ids is not None else inputs_embeds).shape[0]
+        config = first_layers(self.config, exit_layer)
         if cache is not None:
-            check_cache(cache, batch, self.config)
+            check_cache(cache, batch, config)
         checkpoints = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
         if checkpoints and cache is not None:
             raise ValueError(
                 "cache is given under gradient checkpointing, which would update it twice; allowed is None"
             )
         p = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        masks = read_call(self.config, p, attention_mask, position_ids, cache, kwargs)
+        masks = read_call(config, p, attention_mask, position_ids, cache, kwargs)
         if use_cache and cache is None and masks.packing is None and not checkpoints:
-            cache = K3Cache(self.config)
-        signals = kwargs.pop("signals", None)
-        with nullcontext() if signals is None else signals.watch(self):
+            cache = K3Cache(config)
+        with watched(kwargs.pop("signals", None), self):
             if cache is None or is_tracing():
-                return self._decode(p, masks, cache, kwargs)
+                return self._decode(p, masks, cache, exit_layer, kwargs)
             marks = cache.mark()
             cache.note_ids(input_ids, *p.shape[:2], p.device)
             try:
-                return self._decode(p, masks, cache, kwargs)
+                return self._decode(p, masks, cache, exit_layer, kwargs)
             except BaseException:
                 cache.restore(marks)
                 raise
 
-    def _decode(self, p: Tensor, masks: CallMasks, cache: K3Cache | None, kwargs: dict[str, Any]) -> K3ModelOutput:
+    def _decode(
+        self, p: Tensor, masks: CallMasks, cache: K3Cache | None, exit_layer: int | None, kwargs: dict[str, Any]
+    ) -> K3ModelOutput:
         """Run the layers over the embeddings p [B, T, D]."""
         padding = masks.padding
         if padding is not None:
@@ -207,8 +212,7 @@ class K3Model(K3PreTrainedModel):
         common.setdefault("output_attentions", self.config.output_attentions)
 
         blocks: tuple[Tensor, ...] = ()
-        # The config counts: drafting with the first layers lowers it for a moment.
-        for layer in self.layers[: self.config.num_hidden_layers]:
+        for layer in self.layers[: exit_layer or self.config.num_hidden_layers]:
             blocks = brought_to(layer, blocks)
             blocks_after = (*blocks, p) if layer.starts_block else blocks
             p = layer(p, *blocks, attention_mask=masks.full, **common)
@@ -269,8 +273,11 @@ class K3ForCausalLM(K3PreTrainedModel, K3GenerationMixin):
             logits_to_keep: only the last n positions, or a tensor of positions; 0 keeps all (labels need all).
             others: see `K3Model.forward`.
         """
+        inputs = input_ids if input_ids is not None else inputs_embeds
+        if isinstance(inputs, Tensor):
+            check_logits_to_keep(logits_to_keep, tuple(inputs.shape[:2]))
         if labels is not None:
-            check_labels(labels, input_ids if input_ids is not None else inputs_embeds, logits_to_keep, self.config)
+            check_labels(labels, inputs, logits_to_keep, self.config)
         balances = labels is not None and self.training and self.config.router_balancing == "aux_loss"
         if balances:
             kwargs["output_router_logits"] = True

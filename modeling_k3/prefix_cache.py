@@ -7,44 +7,43 @@ are needed to go on. At the released dimensions that is 13.5 MiB of latents for 
 size of a block decides how much memory a token of prefix costs. Source: arXiv 2607.24653 section 5.4.1.
 """
 
-import hashlib
-import json
-import os
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from os import PathLike, fspath
-from typing import NamedTuple
+from os import PathLike
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from .cache import K3Cache
 from .fingerprint import fingerprint, weights_version
+from .prefix_files import Block, block_key, open_blocks, write_blocks
 
 
-class Block(NamedTuple):
-    """What one block adds.
+class Binding(NamedTuple):
+    """What `PrefixCache.bind` hands out: one model's right to read and store, until `clear`.
 
     Args:
-        parent: key of the block before, `b""` for none.
-        tokens: [block_size] int64 on the CPU.
-        latents: for each MLA layer latents [1, 1, block_size, kv_lora_rank] and shared parts [1, 1, block_size, rope].
-        states: for each KDA layer at the end of the block three windows and the state, each with B = 1.
+        epoch: how often the cache had been cleared.
+        devices: where each layer computes, None for the default.
     """
 
-    parent: bytes
-    tokens: Tensor
-    latents: list[tuple[Tensor, Tensor]]
-    states: list[tuple[Tensor, ...]]
+    epoch: int
+    devices: list[torch.device] | None = None
 
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        held = [self.tokens, *(x for group in (*self.latents, *self.states) for x in group)]
-        return sum(x.nbytes for x in held)
+
+class Prompt(NamedTuple):
+    """What `PrefixCache.fill` hands out for `store`.
+
+    Args:
+        keys: for each row, of all its complete blocks.
+        epoch: see `Binding`.
+    """
+
+    keys: list[list[bytes]]
+    epoch: int
 
 
 class PrefixCache:
@@ -68,7 +67,7 @@ class PrefixCache:
         #: Digest of the model whose states are kept; the first use sets it.
         self.fingerprint: str | None = None
         self._blocks: OrderedDict[bytes, Block] = OrderedDict()
-        self._bytes = 0
+        self._bytes = self._epoch = 0
         self._counts = dict.fromkeys(
             ("lookups", "hits", "asked_tokens", "hit_tokens", "stored", "evicted", "bypassed"), 0
         )
@@ -77,6 +76,21 @@ class PrefixCache:
 
     def __len__(self) -> int:
         return len(self._blocks)
+
+    def __bool__(self) -> bool:
+        # An empty one is not the same as none.
+        return True
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PrefixCache":
+        # Blocks are never written to, so both may hold the same ones.
+        twin = PrefixCache(self.block_size, self.max_bytes, self.device)
+        with self._lock:
+            twin.fingerprint, twin._blocks, twin._bytes = self.fingerprint, self._blocks.copy(), self._bytes
+            twin._counts = dict(self._counts)
+        return twin
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a PrefixCache cannot be pickled; allowed are save(path) and PrefixCache.load(path, model)")
 
     def stats(self) -> dict[str, float]:
         """Counters: `lookups` and `hits` (rows that found a block), `asked_tokens` and `hit_tokens`, `stored` and
@@ -93,17 +107,25 @@ class PrefixCache:
             self._blocks.clear()
             self._known.clear()
             self._bytes, self.fingerprint = 0, None
+            # Calls that began before this may still want to store.
+            self._epoch += 1
 
-    def bind(self, model: nn.Module) -> None:
+    def bind(self, model: nn.Module) -> Binding:
         """Make sure that the blocks were computed by this model as it is now.
 
+        Returns:
+            For `fill`: with it, blocks of another model, bound by another thread after `clear`, are not mixed in.
+
         Raises:
-            ValueError: by another model, or its weights have changed since.
+            ValueError: by another model, its weights or its config have changed since, or they cannot be read; see
+                `fingerprint.weights_version` for what is noticed from one call to the next.
         """
+        layers = [module for module in model.modules() if hasattr(module, "starts_block")]
+        devices = [_device_of(layer, torch.device("cpu")) for layer in layers]
         version = weights_version(model)
         with self._lock:
             if self.fingerprint is not None and self._known.get(model) == version:
-                return
+                return Binding(self._epoch, devices)
             found = fingerprint(model)
             if self.fingerprint not in (None, found):
                 raise ValueError(
@@ -112,6 +134,7 @@ class PrefixCache:
                 )
             self.fingerprint = found
             self._known[model] = version
+            return Binding(self._epoch, devices)
 
     # -- one prompt ---------------------------------------------------------------------------------------------
 
@@ -119,52 +142,59 @@ class PrefixCache:
         """Keys of the complete blocks of one row of tokens [T]."""
         data, keys, parent = tokens.to("cpu", torch.int64).contiguous(), [], b""
         for start in range(0, len(data) - self.block_size + 1, self.block_size):
-            parent = _key(parent, data[start : start + self.block_size])
+            parent = block_key(parent, data[start : start + self.block_size])
             keys.append(parent)
         return keys
 
-    def fill(self, cache: K3Cache, ids: Tensor, spare: int = 1) -> tuple[int, list[list[bytes]]]:
+    def fill(self, cache: K3Cache, ids: Tensor, spare: int = 1, binding: Binding | None = None) -> tuple[int, Prompt]:
         """Put the longest known prefix that all rows have into an empty cache.
 
         Args:
             cache: an empty cache.
             ids: [B, T], no padding.
             spare: tokens at the end to leave: the one whose logits are wanted.
+            binding: from `bind`; None: whatever is there belongs to the caller's model, whose layers all compute
+                where `ids` are.
 
         Returns:
-            Its length in tokens, and each row's keys for `store`.
+            Its length in tokens, and what `store` needs.
         """
         rows = [self.keys(row) for row in ids]
         usable = (ids.shape[1] - spare) // self.block_size
         with self._lock:
-            chains = [self._chain(row[:usable]) for row in rows]
+            epoch = self._epoch if binding is None else binding.epoch
+            chains = [self._chain(row[:usable]) if epoch == self._epoch else [] for row in rows]
             depth = min(len(chain) for chain in chains)
             self._counts["lookups"] += len(rows)
             self._counts["asked_tokens"] += ids.numel()
             self._counts["hits"] += len(rows) * (depth > 0)
             self._counts["hit_tokens"] += depth * self.block_size * len(rows)
         if depth:
-            self._restore(cache, [chain[:depth] for chain in chains], ids.device)
-        return depth * self.block_size, rows
+            devices = [ids.device] * len(cache.layers) if binding is None else binding.devices
+            self._restore(cache, [chain[:depth] for chain in chains], devices)
+            cache.ids = ids[:, : depth * self.block_size].detach().clone()
+        return depth * self.block_size, Prompt(rows, epoch)
 
     def count_bypass(self) -> None:
         """Count a call that could not use the cache."""
         with self._lock:
             self._counts["bypassed"] += 1
 
-    def store(self, cache: K3Cache, ids: Tensor, rows: Sequence[Sequence[bytes]], stop: int) -> None:
+    def store(self, cache: K3Cache, ids: Tensor, prompt: Prompt, stop: int) -> None:
         """Store the block that ends at `stop`, where the cache stands now, for every row that lacks it.
+
+        Nothing is stored if `clear` was called since `fill`: the blocks may belong to another model by now.
 
         Args:
             cache: has seen exactly the tokens before `stop`.
-            ids, rows: as given to and returned by `fill`.
+            ids, prompt: as given to and returned by `fill`.
             stop: a multiple of the block size.
         """
         index, span = stop // self.block_size - 1, slice(stop - self.block_size, stop)
         linear = list(zip(cache.layers, cache.is_linear, strict=True))
-        for row, keys in enumerate(rows):
+        for row, keys in enumerate(prompt.keys):
             with self._lock:
-                if keys[index] in self._blocks:
+                if keys[index] in self._blocks or prompt.epoch != self._epoch:
                     continue
             at = slice(row, row + 1)
             block = Block(
@@ -177,7 +207,7 @@ class PrefixCache:
                 ],
                 [tuple(self._own(x[at]) for x in (*y.windows, y.state)) for y, is_linear in linear if is_linear],
             )
-            self._insert(keys[index], block, keys[: index + 1])
+            self._insert(keys[index], block, keys[: index + 1], prompt.epoch)
 
     def _own(self, x: Tensor) -> Tensor:
         return x.detach().to(self.device or x.device, copy=True, memory_format=torch.contiguous_format)
@@ -193,11 +223,12 @@ class PrefixCache:
             self._blocks.move_to_end(key)
         return [self._blocks[key] for key in found]
 
-    def _insert(self, key: bytes, block: Block, chain: Sequence[bytes]) -> None:
+    def _insert(self, key: bytes, block: Block, chain: Sequence[bytes], epoch: int = 0) -> None:
         size = block.nbytes()
         with self._lock:
             orphan = block.parent and block.parent not in self._blocks
-            if key in self._blocks or orphan or (self.max_bytes is not None and size > self.max_bytes):
+            is_too_large = self.max_bytes is not None and size > self.max_bytes
+            if key in self._blocks or orphan or is_too_large or epoch != self._epoch:
                 return
             self._blocks[key] = block
             self._bytes += size
@@ -208,9 +239,9 @@ class PrefixCache:
                 self._bytes -= old.nbytes()
                 self._counts["evicted"] += 1
 
-    def _restore(self, cache: K3Cache, chains: list[list[Block]], device: torch.device) -> None:
+    def _restore(self, cache: K3Cache, chains: list[list[Block]], devices: Sequence[torch.device]) -> None:
         length, full, linear = len(chains[0]) * self.block_size, 0, 0
-        for layer, is_linear in zip(cache.layers, cache.is_linear, strict=True):
+        for layer, is_linear, device in zip(cache.layers, cache.is_linear, devices, strict=True):
             if is_linear:
                 ends = [chain[-1].states[linear] for chain in chains]
                 *windows, state = (torch.cat(parts).to(device) for parts in zip(*ends, strict=True))
@@ -220,7 +251,6 @@ class PrefixCache:
                 rows = [[torch.cat([b.latents[full][i] for b in chain], dim=2) for chain in chains] for i in range(2)]
                 layer.update(*(torch.cat(row).to(device) for row in rows))
                 full += 1
-        cache.ids = torch.stack([torch.cat([block.tokens for block in chain]) for chain in chains]).to(device)
 
     # -- on disk ------------------------------------------------------------------------------------------------
 
@@ -234,18 +264,7 @@ class PrefixCache:
             blocks, mark = dict(self._blocks), self.fingerprint
         if not blocks or mark is None:
             raise ValueError("prefix_cache is empty: there is nothing to save")
-        tensors, order = {}, {key: index for index, key in enumerate(blocks)}
-        for index, block in enumerate(blocks.values()):
-            tensors[f"{index}.tokens"] = block.tokens
-            for name, groups in (("latents", block.latents), ("states", block.states)):
-                for layer, group in enumerate(groups):
-                    for part, tensor in enumerate(group):
-                        tensors[f"{index}.{name}.{layer}.{part}"] = tensor.contiguous().cpu()
-        parents = [order.get(block.parent, -1) for block in blocks.values()]
-        about = {"fingerprint": mark, "block_size": self.block_size, "parents": parents}
-        partial = f"{fspath(path)}.partial"
-        save_file(tensors, partial, metadata={"k3_prefix_cache": json.dumps(about)})
-        os.replace(partial, path)
+        write_blocks(path, blocks, mark)
 
     @classmethod
     def load(
@@ -265,45 +284,29 @@ class PrefixCache:
         Raises:
             ValueError: not such a file, a damaged one, another model or other weights.
         """
-        with safe_open(fspath(path), framework="pt") as file:
-            about = json.loads((file.metadata() or {}).get("k3_prefix_cache", "null"))
-            if about is None:
-                raise ValueError(f"{fspath(path)} is not a prefix cache: its header does not say so")
-            loaded = cls(about["block_size"], max_bytes, device)
-            loaded.fingerprint = about["fingerprint"]
+        with open_blocks(path) as file:
+            loaded = cls(file.block_size, max_bytes, device)
+            loaded.fingerprint = file.fingerprint
             loaded.bind(model)
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, not a mapping
-        keys: dict[int, bytes] = {-1: b""}
-        groups: dict[tuple[int, str], dict[int, dict[int, Tensor]]] = {}
-        for name, tensor in tensors.items():
-            index, kind, *place = name.split(".")
-            if kind != "tokens":
-                layer, part = map(int, place)
-                groups.setdefault((int(index), kind), {}).setdefault(layer, {})[part] = tensor
-        # Parents stand behind their children, which leave the cache first.
-        for index in reversed(range(len(about["parents"]))):
-            parent = about["parents"][index]
-            if parent not in keys:
-                raise ValueError(f"{fspath(path)} is damaged: block {index} stands behind the block it follows")
-            tokens = tensors[f"{index}.tokens"]
-            keys[index] = _key(keys[parent], tokens)
-            parts = [
-                [
-                    tuple(group[part] for part in sorted(group))
-                    for _, group in sorted(groups.get((index, kind), {}).items())
-                ]
-                for kind in ("latents", "states")
-            ]
-            own = [[tuple(loaded._own(x) for x in group) for group in each] for each in parts] if device else parts
-            block = Block(keys[parent], tokens, *own)
-            # The latest come first, so what no longer fits is what would have left first.
-            if max_bytes is None or loaded._bytes + block.nbytes() <= max_bytes:
-                loaded._insert(keys[index], block, [])
-        for index in range(len(about["parents"])):
-            if keys[index] in loaded._blocks:
-                loaded._blocks.move_to_end(keys[index])
+            for key, block in file.blocks():
+                if device is not None:
+                    groups = ([tuple(map(loaded._own, x)) for x in each] for each in (block.latents, block.states))
+                    block = Block(block.parent, block.tokens, *groups)
+                # The latest come first, so what no longer fits is what would have left first.
+                if max_bytes is None or loaded._bytes + block.nbytes() <= max_bytes:
+                    loaded._insert(key, block, [])
+        # The file has the least recently used first.
+        for key in reversed(list(loaded._blocks)):
+            loaded._blocks.move_to_end(key)
         return loaded
 
 
-def _key(parent: bytes, tokens: Tensor) -> bytes:
-    return hashlib.blake2b(parent + tokens.numpy().tobytes(), digest_size=16).digest()
+def _device_of(layer: nn.Module, default: torch.device) -> torch.device:
+    """Where a decoder layer computes: what a hook says, or where its first weight is."""
+    hook = getattr(layer, "_hf_hook", None)
+    for each in getattr(hook, "hooks", (hook,)):
+        device = getattr(each, "execution_device", None)
+        if device is not None:
+            return torch.device(device)
+    first = next((x for x in layer.parameters() if not x.is_meta), None)
+    return default if first is None else first.device

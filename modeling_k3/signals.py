@@ -5,7 +5,7 @@ Nothing is counted, and nothing costs anything, unless a `K3Signals` is passed t
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,8 +16,15 @@ from .latent_moe import K3Router
 from .prefix_cache import PrefixCache
 
 
+class _Watch(threading.local):
+    """What one thread is doing: watched blocks that it is inside of, and which of its tokens are real."""
+
+    depth = 0
+    real: Tensor | None = None
+
+
 class K3Signals:
-    """Collects over all calls it is passed to; `as_dict` reports, `reset` forgets.
+    """Collects over all calls it is passed to, from any thread; `as_dict` reports, `reset` forgets.
 
     Router load counts how many tokens chose each expert, without padding. For a layer with load n_e over N experts:
 
@@ -26,25 +33,26 @@ class K3Signals:
     """
 
     def __init__(self) -> None:
-        self._load: dict[int, Tensor] = {}
-        #: One cache is kept alive: the last one, of which the report tells the size.
-        self._last: K3Cache | None = None
-        #: The counters of every cache seen, which outlive it.
-        self._rollbacks: dict[int, dict[str, int]] = {}
-        self._prefix_cache: PrefixCache | None = None
-        self._tokens = self._calls = 0
-        self._real: Tensor | None = None
-        self._depth = 0
+        self._lock, self._watch = threading.Lock(), _Watch()
+        self.reset()
 
     def reset(self) -> None:
         """Forget what was counted."""
-        self.__init__()
+        with self._lock:
+            self._load: dict[int, Tensor] = {}
+            #: One cache is kept alive: the last one, of which the report tells the size.
+            self._last: K3Cache | None = None
+            #: The counters of every cache seen, which outlive it, and how they stood when it was seen first.
+            self._rollbacks: dict[int, tuple[dict[str, int], dict[str, int]]] = {}
+            self._prefix_cache: PrefixCache | None = None
+            self._tokens = self._calls = 0
 
     @contextmanager
     def watch(self, model: nn.Module, prefix_cache: PrefixCache | None = None) -> Iterator["K3Signals"]:
         """Count what `model` does inside the block, in this thread."""
-        self._prefix_cache = prefix_cache or self._prefix_cache
-        if self._depth:
+        if prefix_cache is not None:
+            self._prefix_cache = prefix_cache
+        if self._watch.depth:
             yield self
             return
         thread, handles = threading.get_ident(), []
@@ -54,26 +62,28 @@ class K3Signals:
             for module in layer.modules():
                 if isinstance(module, K3Router):
                     handles.append(module.register_forward_hook(self._after_router(thread, index)))
-        self._depth += 1
+        self._watch.depth += 1
         try:
             yield self
         finally:
-            self._depth -= 1
+            self._watch.depth -= 1
             for handle in handles:
                 handle.remove()
-            self._real = None
+            self._watch.real = None
 
     def _before_layer(self, thread: int, is_first: bool) -> Any:
         def hook(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
             if threading.get_ident() != thread or not is_first:
                 return
             padding, cache = kwargs.get("padding_mask"), kwargs.get("cache")
-            self._real = None if padding is None else padding.flatten()
-            self._tokens += args[0].shape[0] * args[0].shape[1] if padding is None else int(padding.sum())
-            self._calls += 1
-            if cache is not None:
-                self._rollbacks[id(cache.counters)] = cache.counters
-                self._last = cache
+            self._watch.real = None if padding is None else padding.flatten()
+            count = args[0].shape[0] * args[0].shape[1] if padding is None else int(padding.sum())
+            with self._lock:
+                self._tokens += count
+                self._calls += 1
+                if cache is not None:
+                    self._rollbacks.setdefault(id(cache.counters), (cache.counters, dict(cache.counters)))
+                    self._last = cache
 
         return hook
 
@@ -81,9 +91,11 @@ class K3Signals:
         def hook(module: K3Router, args: tuple[Tensor, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
             if threading.get_ident() != thread:
                 return
-            chosen = output[2] if self._real is None else output[2][self._real]
+            real = self._watch.real
+            chosen = output[2] if real is None else output[2][real]
             load = torch.bincount(chosen.flatten(), minlength=module.num_experts)
-            self._load[layer] = self._load[layer] + load if layer in self._load else load
+            with self._lock:
+                self._load[layer] = self._load[layer] + load if layer in self._load else load
 
         return hook
 
@@ -95,14 +107,31 @@ class K3Signals:
             `max_over_mean`; `max_over_mean`: the worst layer's; `rollbacks`, `rolled_back_tokens`; `cache_bytes` by
             kind of the cache seen last; `prefix_cache`: its counters with `hit_rate`, where one was used.
         """
-        router = {layer: evenness(load) for layer, load in sorted(self._load.items())}
-        report: dict[str, Any] = {"calls": self._calls, "tokens": self._tokens, "router": router}
+        with self._lock:
+            loads, caches, last = sorted(self._load.items()), list(self._rollbacks.values()), self._last
+            report: dict[str, Any] = {"calls": self._calls, "tokens": self._tokens}
+        report["router"] = router = {layer: evenness(load) for layer, load in loads}
         report["max_over_mean"] = max((each["max_over_mean"] for each in router.values()), default=None)
         for name in ("rollbacks", "rolled_back_tokens"):
-            report[name] = sum(counters[name] for counters in self._rollbacks.values())
-        report["cache_bytes"] = None if self._last is None else self._last.nbytes()
+            report[name] = sum(counters[name] - before[name] for counters, before in caches)
+        report["cache_bytes"] = None if last is None else last.nbytes()
         report["prefix_cache"] = None if self._prefix_cache is None else self._prefix_cache.stats()
         return report
+
+
+def watched(
+    signals: K3Signals | None, model: nn.Module, prefix_cache: PrefixCache | None = None
+) -> AbstractContextManager[Any]:
+    """`signals.watch`, or nothing for None.
+
+    Raises:
+        TypeError: something else (recognised by what it can do: two copies of this code may meet in one process).
+    """
+    if signals is None:
+        return nullcontext()
+    if not hasattr(signals, "watch"):
+        raise TypeError(f"signals is a {type(signals).__name__}; allowed are None and a K3Signals")
+    return signals.watch(model, prefix_cache)
 
 
 def evenness(load: Tensor) -> dict[str, Any]:

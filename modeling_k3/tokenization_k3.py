@@ -90,7 +90,9 @@ class K3Tokenizer(TwoModeTokenizer):
         kwargs.pop("auto_map", None)
         kwargs.setdefault("split_special_tokens", True)
         super().__init__(tokenizer_object, **kwargs)
-        self.init_kwargs.pop("split_special_tokens", None)
+        # What is saved must say nothing of how and where it was loaded.
+        for name in ("split_special_tokens", "is_local", "local_files_only"):
+            self.init_kwargs.pop(name, None)
 
     def __repr__(self) -> str:
         return (

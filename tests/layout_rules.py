@@ -20,8 +20,8 @@ ORDER = (
     "attention_span mla_forms mla expert_groups experts low_bits latent_moe checkpoint hub_files dense_bits "
     "stored_bits weight_report placement load_plan loading quantizer saving vocabulary tokenizer_modes markup "
     "call_arguments tool_results chat markup_reader chat_reader chat_tokens tokenization_k3 hub_card hub_code "
-    "persistence expert_memory outputs masks fingerprint prefix_cache signals generation decoder_layer initialization "
-    "modeling_k3 classification registration"
+    "persistence expert_memory outputs masks head_checks fingerprint prefix_files prefix_cache signals generation "
+    "decoder_layer initialization modeling_k3 classification registration"
 ).split()
 #: Folders with tools. The last two stand at the top of the tree and are mapped into the package by setup.cfg.
 TOOLS = "demo native adapters training planning readiness terminal configuration conversion".split()

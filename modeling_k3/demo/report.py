@@ -40,7 +40,7 @@ def show_report(console: Console, report: dict[str, Any]) -> None:
         "held-out bits per byte",
         f"[bold]{before}{bits['after']:.2f}[/bold]   ("
         + ", ".join(f"{name} {level:.2f}" for name, level in bits["references"].items())
-        + "; less is better)",
+        + ")",
     )
     table.add_row(
         "held out",

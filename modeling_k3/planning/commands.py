@@ -14,20 +14,20 @@ def add_commands(app: typer.Typer, readable: Callable[[Callable[[], None]], None
         readable: runs a command and turns what the user can put right into one line and an exit code.
     """
 
-    @app.command()
+    @app.command(epilog="Examples:\n\nk3 plan kimi-k3 --budget 24GiB --context 131072\n\nk3 plan kimi-k3 --scenarios")
     def plan(
         model: Annotated[str, typer.Argument(help="Preset, folder with a config.json, or that file.")],
         budget: Annotated[
             str | None, typer.Option(help="Main memory for the process, e.g. 24GiB. Without: only what things cost.")
         ] = None,
         context: Annotated[int, typer.Option(min=1, help="Tokens of a row, prompt and answer.")] = 4096,
-        batch: Annotated[int, typer.Option(min=1, help="Rows.")] = 1,
-        mode: Annotated[str, typer.Option(help="infer, lora or train.")] = "infer",
-        dtype: Annotated[str | None, typer.Option(help="Number format. Default: the config's.")] = None,
+        batch: Annotated[int, typer.Option(min=1, help="Rows at once.")] = 1,
+        mode: Annotated[str, typer.Option(help="Use: infer, lora or train.")] = "infer",
+        dtype: Annotated[str | None, typer.Option(help="Number format of the weights. Default: the config's.")] = None,
         dense: Annotated[str, typer.Option(help="Dense part: full, int8, nf4 or fp4.")] = "full",
         experts: Annotated[str, typer.Option(help="Experts: auto, full, mxfp4, hqq8, hqq4, hqq3 or hqq2.")] = "auto",
         prefill_chunk: Annotated[
-            int | None, typer.Option(min=1, help="Tokens at once. Default: by the budget.")
+            int | None, typer.Option(min=1, help="Tokens of a prompt at once. Default: by the budget.")
         ] = None,
         rollback: Annotated[int, typer.Option(min=0, help="Tokens that can be taken back.")] = 0,
         prefix: Annotated[int, typer.Option(min=0, help="Tokens in the prefix cache.")] = 0,
@@ -36,7 +36,9 @@ def add_commands(app: typer.Typer, readable: Callable[[Callable[[], None]], None
             bool, typer.Option("--checkpointing", help="Run layers again in the backward.")
         ] = False,
         world: Annotated[int, typer.Option(min=1, help="Accelerators to spread the layers over.")] = 1,
-        scenarios: Annotated[bool, typer.Option("--scenarios", help="Laptop, one GPU, eight GPUs.")] = False,
+        scenarios: Annotated[
+            bool, typer.Option("--scenarios", help="Compare a laptop, one GPU and eight GPUs.")
+        ] = False,
         json: Annotated[Path | None, typer.Option(help="Write everything to this file as well.")] = None,
         png: Annotated[Path | None, typer.Option(help="Draw stacked bars into this file.")] = None,
     ) -> None:

@@ -17,17 +17,19 @@ def add_commands(app: typer.Typer, readable: Callable[[Callable[[], None]], None
         readable: runs a command and turns what the user can put right into one line and an exit code.
     """
 
-    @app.command()
+    @app.command(epilog="Examples:\n\nk3 doctor\n\nk3 doctor --device cuda --thorough --json doctor.json")
     def doctor(
-        device: Annotated[str | None, typer.Option(help="As torch names it. Default: the GPU if there is one.")] = None,
-        thorough: Annotated[bool, typer.Option("--thorough", help="Longer sequences too.")] = False,
+        device: Annotated[
+            str | None, typer.Option(help="Device, as torch names it. Default: the GPU if there is one.")
+        ] = None,
+        thorough: Annotated[bool, typer.Option("--thorough", help="Try longer sequences too.")] = False,
         again: Annotated[bool, typer.Option("--again", help="Do not trust stored verdicts.")] = False,
         json: Annotated[Path | None, typer.Option(help="Write the results to this file as well.")] = None,
     ) -> None:
-        """Check every operator of the model on this machine. Exit code 1 if one has no implementation that is right."""
+        """Check every operator of the model on this machine. Exit code 1: one has no implementation that is right."""
         readable(lambda: run_doctor(device, thorough, again, json))
 
-    @app.command()
+    @app.command(epilog="Example: k3 precision MODEL --text notes.txt --fast chunk --calibrate")
     def precision(
         model: Annotated[str, typer.Argument(help="Folder of a saved K3 checkpoint with its tokenizer.")],
         text: Annotated[Path, typer.Option(help='Plain text, or a .jsonl of lines with "prompt" and "answer".')],
@@ -42,9 +44,11 @@ def add_commands(app: typer.Typer, readable: Callable[[Callable[[], None]], None
         seeds: Annotated[int, typer.Option(min=1, help="Noise runs per sample with --calibrate.")] = 3,
         max_tokens: Annotated[int, typer.Option(min=2, help="Plain text is cut into pieces of this length.")] = 8192,
         samples: Annotated[int, typer.Option(min=1, help="Pieces or lines at most.")] = 8,
-        dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+        dtype: Annotated[
+            str, typer.Option(help="Number format of the weights: auto, float32, bfloat16 or float16.")
+        ] = "auto",
     ) -> None:
-        """Compare the fast path of a model with its exact path on your own text. Exit code 1 above the threshold."""
+        """Compare the fast path of a model with its exact path on your own text. Exit code 1: above the threshold."""
         count = seeds if calibrate else 0
         readable(lambda: run_precision(model, text, out, fast, threshold, count, max_tokens, samples, dtype))
 
@@ -54,9 +58,15 @@ def run_doctor(device: str | None, thorough: bool, again: bool, json: Path | Non
     import torch
     from rich.console import Console
 
+    from modeling_k3.demo import UserError
     from modeling_k3.readiness.doctor import examine, is_ready, write_json
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        found = [name for name in ("cuda", "mps") if getattr(torch, name).is_available()]
+        raise UserError(f"device={device!r} is not on this machine; allowed are {['cpu', *found]}") from error
     reports = examine(device, thorough=thorough, again=again, console=Console())
     if json is not None:
         write_json(reports, json, device)
@@ -90,6 +100,9 @@ def run_precision(
         check_kda_implementation(fast)
     except ValueError as error:
         raise UserError(str(error)) from None
+    # Loading takes its time; what is misspelt is said before.
+    with open(text, "rb"):
+        pass
     loaded, tokenizer = load(Path(model), dtype)
 
     def encode(piece: str) -> list[int]:

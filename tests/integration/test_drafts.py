@@ -1,5 +1,6 @@
 """Assisted decoding: drafts by another model, by the model itself, from the prompt; verified and taken back."""
 
+import threading
 from typing import Any
 
 import pytest
@@ -7,7 +8,8 @@ import torch
 
 from modeling_k3 import K3Cache, K3ForCausalLM
 from tests.integration.test_generate import GREEDY, PROMPT, by_hand
-from tests.models import build, tiny_config, variant
+from tests.models import build, max_diff, tiny_config, variant
+from tests.tolerances import bound
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +60,53 @@ def test_a_cache_survives_assisted_decoding(tiny: K3ForCausalLM) -> None:
     tiny(PROMPT[:1, :4], cache=given)
     again = tiny.generate(PROMPT[:1], cache=given, prompt_lookup_num_tokens=3, **GREEDY)
     assert torch.equal(again, by_hand(tiny, PROMPT[:1]))
+
+
+def test_drafts_of_the_first_layers_leave_other_threads_alone(tiny: K3ForCausalLM) -> None:
+    """The depth of a draft belongs to its calls, not to the config that all calls read."""
+    expected, stop, failures = tiny(PROMPT[:1], use_cache=False).logits, threading.Event(), []
+
+    def draft() -> None:
+        try:
+            while not stop.is_set():
+                tiny.generate(PROMPT[:1], assistant_early_exit=2, **GREEDY)
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=draft)
+    thread.start()
+    wrong = sum(not torch.equal(tiny(PROMPT[:1], use_cache=False).logits, expected) for _ in range(60))
+    stop.set()
+    thread.join()
+    assert not failures and wrong == 0
+
+
+def test_drafts_run_the_first_layers_only(tiny: K3ForCausalLM) -> None:
+    counts, config = [0] * 5, tiny.config.to_dict()
+    handles = [
+        layer.register_forward_pre_hook(lambda _, args, i=i: counts.__setitem__(i, counts[i] + 1))
+        for i, layer in enumerate(tiny.model.layers)
+    ]
+    tiny.generate(PROMPT[:1], assistant_early_exit=2, **GREEDY)
+    for handle in handles:
+        handle.remove()
+    assert counts[0] == counts[1] > counts[2] == counts[3] == counts[4] > 0
+    assert tiny.config.to_dict() == config
+
+
+def test_an_early_exit_of_a_forward(tiny: K3ForCausalLM) -> None:
+    """The first layers with their own cache; another cache, or a depth that is none, is refused."""
+    cache = tiny(PROMPT[:1, :4], exit_layer=3, use_cache=True).cache
+    pieces = tiny(PROMPT[:1, 4:], exit_layer=3, cache=cache).logits
+    assert len(cache.layers) == 3
+    whole = tiny(PROMPT[:1], exit_layer=3, use_cache=False).logits
+    assert max_diff(pieces, whole[:, 4:]) < bound("unit_model_fp32_max_abs")
+    assert max_diff(whole, tiny(PROMPT[:1]).logits) > 0.01
+    with pytest.raises(ValueError, match="cache was made for 3 layers, the model has 5"):
+        tiny(PROMPT[:1], cache=cache)
+    for depth in (0, 6):
+        with pytest.raises(ValueError, match=f"exit_layer={depth}; allowed are None and 1 to 5"):
+            tiny(PROMPT[:1], exit_layer=depth)
 
 
 @pytest.mark.parametrize("depth", [0, 5, 9])

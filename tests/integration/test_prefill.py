@@ -1,9 +1,12 @@
 """Long prompts go through in pieces by themselves, with the same output; their memory is measured in benchmarks."""
 
+import weakref
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from modeling_k3 import K3Cache, K3ForCausalLM, generation
 from tests.models import build, max_diff, tiny_config, token_ids
@@ -79,3 +82,53 @@ def test_the_reserve_is_made_once(tiny: K3ForCausalLM, monkeypatch: pytest.Monke
     tiny.generate(token_ids(1, 41), cache=cache, max_new_tokens=1, do_sample=False)
     handle.remove()
     assert len(places) == 1
+
+
+@pytest.mark.parametrize("size", [0, -3])
+def test_pieces_of_nothing_are_refused(size: int, tiny: K3ForCausalLM) -> None:
+    cache = K3Cache(tiny.config)
+    with pytest.raises(ValueError, match=f"prefill_chunk_size={size}; allowed"):
+        tiny.generate(token_ids(1, 9), cache=cache, prefill_chunk_size=size, **GREEDY)
+    assert cache.get_seq_length() == 0
+
+
+def test_memory_of_a_prefill_stays_flat(tiny: K3ForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lives beside the latents while a long prompt goes through does not grow with it."""
+    monkeypatch.setattr(generation, "PREFILL_TOKENS", 32)
+    peaks = []
+    for length in (128, 512):
+        cache = K3Cache(tiny.config)
+        with LiveBytes() as live:
+            tiny.generate(token_ids(1, length), cache=cache, max_new_tokens=1, do_sample=False)
+        peaks.append(live.peak - 48 * 4 * length)
+    assert 0 < peaks[1] < 1.1 * peaks[0]
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the tensors made inside the block and alive at the same time, at most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.known: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, torch.Tensor):
+                self.see(x.untyped_storage())
+        return result
+
+    def see(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage until it is freed."""
+        place, size = storage.data_ptr(), storage.nbytes()
+        if not size or place in self.known:
+            return
+        self.known[place] = size
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self.forget, place)
+
+    def forget(self, place: int) -> None:
+        """It is freed."""
+        self.now -= self.known.pop(place, 0)

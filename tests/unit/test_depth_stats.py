@@ -18,7 +18,8 @@ def test_figures_of_one_mix_are_those_of_its_weights() -> None:
     assert report["largest"] == pytest.approx(p.amax(-1).mean().item(), rel=1e-5)
     product = model.model.output_attn_res_proj.weight[0] * model.model.output_attn_res_norm.weight
     assert report["query_norm"] == pytest.approx(product.norm().item(), rel=1e-5)
-    assert watch.take() == {}
+    assert watch.weights["model.output_attn_res_proj"] == pytest.approx(p.flatten(0, -2).mean(0).tolist(), rel=1e-5)
+    assert watch.take() == {} == watch.weights
 
 
 def test_queries_at_zero_look_everywhere_alike() -> None:

@@ -226,3 +226,20 @@ def test_a_padded_cache_goes_on_with_the_full_mask(change: Callable[[K3Cache], K
     rest = run(model, ids[:, 4:], cache=cache, attention_mask=mask)
     real = mask[:, 4:].bool()
     assert max_diff(rest[real], whole[:, 4:][real]) < bound("unit_model_fp32_max_abs")
+
+
+def test_positions_that_begin_again_behind_a_cache_are_refused() -> None:
+    """Another document, as inside a row; a row of which the cache holds only padding may begin."""
+    model = build(tiny_config("KM")).requires_grad_(False)
+    ids, mask = token_ids(2, 8), torch.ones(2, 8).long()
+    for length in (1, 3):
+        cache = K3Cache(model.config)
+        model(ids[:, :5], cache=cache)
+        with pytest.raises(ValueError, match=r"position_ids begin at 0 again behind 5 tokens"):
+            model(ids[:, 5 : 5 + length], position_ids=torch.arange(length)[None], cache=cache)
+        assert cache.get_seq_length() == 5
+        model(ids[:, 5 : 5 + length], position_ids=torch.arange(5, 5 + length)[None], cache=cache)
+    mask[0, :5] = 0
+    cache = K3Cache(model.config)
+    model(ids[:, :5], attention_mask=mask[:, :5], cache=cache)
+    model(ids[:, 5:], attention_mask=mask, position_ids=torch.tensor([[0, 1, 2], [5, 6, 7]]), cache=cache)

@@ -44,3 +44,25 @@ def test_commands_exist() -> None:
     assert set(re.findall(r"^make ([a-z-]+)", README, re.MULTILINE)) <= targets
     commands = set(typer.main.get_command(app).commands)
     assert set(re.findall(r"\bk3 ([a-z]+)\b", README)) <= commands
+
+
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=[block.split("\n", 1)[0][:60] for block in BLOCKS])
+def test_python_blocks_are_python(block: str) -> None:
+    compile(block, "README.md", "exec")
+
+
+def test_what_a_newcomer_copies_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The first block, and those on LoRA and memory after it, in one session."""
+    pytest.importorskip("peft")
+    monkeypatch.chdir(ROOT)
+    names: dict[str, object] = {}
+    chosen = [BLOCKS[0], *(block for block in BLOCKS if "get_peft_model" in block or "plan_memory" in block)]
+    assert len(chosen) == 3
+    for block in chosen:
+        exec(block, names)
+    output = capsys.readouterr().out
+    assert output.startswith("def main(") and "trainable: " in output
+    assert names["options"]["expert_storage"] == "mapped"

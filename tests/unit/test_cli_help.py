@@ -1,0 +1,74 @@
+"""Every command explains itself with an example, and what a user gets wrong is one line and exit code 2."""
+
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from modeling_k3.cli import app
+
+ROOT = Path(__file__).parents[2]
+PICO = str(ROOT / "examples" / "pico")
+
+
+def leaves(command: typer.core.TyperGroup, prefix: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    """The words of every command that does something."""
+    found = []
+    for name, child in command.commands.items():
+        found += leaves(child, (*prefix, name)) if hasattr(child, "commands") else [(*prefix, name)]
+    return found
+
+
+COMMANDS = leaves(typer.main.get_command(app))
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_help_has_an_example(words: tuple[str, ...]) -> None:
+    result = CliRunner().invoke(app, [*words, "--help"], env={"COLUMNS": "120", "TERM": "dumb"})
+    assert result.exit_code == 0
+    assert f"k3 {' '.join(words)}" in result.output.partition("Example")[2]
+
+
+def test_first_sentences_are_uniform() -> None:
+    for words in COMMANDS:
+        command = typer.main.get_command(app)
+        for word in words:
+            command = command.commands[word]
+        assert command.help and command.help[0].isupper() and command.help.rstrip()[-1] == ".", words
+        for option in command.params:
+            text = getattr(option, "help", None)
+            if option.name != "help":
+                assert text and text.endswith("."), (words, option.name)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("generate nowhere --prompt x", "nowhere is not a folder"),
+        (f"generate {PICO} --prompt x --top-p 2", "top_p must be above 0 and at most 1"),
+        (f"chat {PICO} --tools nofile.json", "Expected is a JSON file, or 'stub'"),
+        ("plan kimi-k4", "is no preset (kimi-k3"),
+        ("plan kimi-k3 --budget 24Gig", "is no size; allowed are"),
+        ("plan kimi-k3 --budget 1MiB", "it needs"),
+        ("plan tiny --mode walk", "allowed are ['infer'"),
+        ("demo --steps 3", "give --train as well"),
+        (f"demo --train --model {PICO}", "leave out --train"),
+        ("doctor --device gpu", "device='gpu' is not on this machine; allowed are ['cpu'"),
+        (f"precision {PICO} --text nowhere", "nowhere: No such file"),
+        (f"precision {PICO} --text README.md --fast quick", "allowed are ['auto'"),
+        ("convert flat {empty} {out}", "config.json: No such file"),
+        (f"convert shard {PICO} {{out}} --max-shard-size lots", "is no size; allowed are"),
+        (f"convert flat {PICO} {PICO}", "which is never changed"),
+        (f"convert tokenizer {PICO} {{out}}", "holds no tiktoken.model"),
+        ("convert tiny {out} --preset gigantic", "the presets are"),
+    ],
+)
+def test_what_is_wrong_is_one_line(words: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    arguments = words.format(empty=tmp_path / "empty", out=tmp_path / "out").split()
+    result = CliRunner().invoke(app, arguments)
+    lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert result.exit_code == 2, result.output
+    assert len(lines) == 1 and said in lines[0], result.output
+    assert not (tmp_path / "out").exists()
