@@ -188,16 +188,21 @@ class K3Experts(nn.Module):
         if self.pages is not None:
             self.pages.prefetch(used)
         space = Workspace()
+        # Taken apart once: backward then fills one stack of gradients, where indexing would add up one per expert.
+        dense = {name: stack.unbind() for name, stack in self._parameters.items()} if self.storage == "dense" else {}
         for expert in used:
             token, place = torch.where(top_k_index == expert)
-            gate_up = self.product(hidden_states[token], expert, "gate_up_proj", space)
-            y = self.product(self._apply_gate(gate_up), expert, "down_proj", space)
+            gate_up, down = ((dense[name][expert],) if dense else self.parts(expert, name) for name in PROJECTIONS)
+            y = self._apply_gate(self._product(hidden_states[token], gate_up, space))
+            y = self._product(y, down, space)
             total = total.index_add(0, token, (y * top_k_weights[token, place, None]).to(total.dtype))
         return total.to(hidden_states.dtype)
 
     def product(self, x: Tensor, expert: int, name: str, space: Workspace) -> Tensor:
         """x W^T for one matrix of one expert, in the dtype and on the device of x."""
-        parts = self.parts(expert, name)
+        return self._product(x, self.parts(expert, name), space)
+
+    def _product(self, x: Tensor, parts: Sequence[Tensor], space: Workspace) -> Tensor:
         if parts[0].dtype == torch.uint8:
             return mxfp4_linear(x, parts, space)
         weight = parts[0] if len(parts) == 1 else torch.cat(parts)
