@@ -51,6 +51,9 @@ class K3LinearLayer(LinearAttentionCacheLayerMixin):
         Returns:
             o [B, T, H, V] of the new tokens.
         """
+        if self.log is not None and inputs.mask is not None:
+            # Logged masks are read again later: they must not be views of what the caller may write to.
+            inputs = inputs._replace(mask=inputs.mask.clone())
         run = advance if self.log is None else lambda *begin: self.log.run(*begin, advance)
         o, windows, state = run(inputs, self.windows, None if self.is_behind else self.state)
         self.remember(windows, state, inputs.num_tokens)

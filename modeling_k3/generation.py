@@ -19,8 +19,6 @@ from .signals import K3Signals, watched
 #: Tokens (rows times length) that a prefill puts through the model at once, unless `prefill_chunk_size` says otherwise:
 #: the working set of AttnRes and KDA grows with them, the work does not.
 PREFILL_TOKENS = 2048
-#: Options of a config that ask for outputs of every token.
-_RECORDED = ("output_hidden_states", "output_attentions", "output_router_logits")
 
 
 class _K3EarlyExit(AssistedCandidateGenerator):
@@ -125,8 +123,7 @@ class K3GenerationMixin(GenerationMixin):
         cache.reserve(begin + length)
         start = 0
         # Hidden states, maps or router logits of the whole prompt are wanted.
-        options = {**{key: getattr(self.config, key, None) for key in _RECORDED}, **model_kwargs}
-        wants_all = any(value for key, value in options.items() if key.startswith("output_"))
+        wants_all = any(value for key, value in model_kwargs.items() if key.startswith("output_"))
         if prefix_cache is not None and (by_embeds or begin or wants_all or (mask is not None and not mask.all())):
             prefix_cache.count_bypass()
         elif prefix_cache is not None:

@@ -194,7 +194,7 @@ class PrefixCache:
         linear = list(zip(cache.layers, cache.is_linear, strict=True))
         for row, keys in enumerate(prompt.keys):
             with self._lock:
-                if keys[index] in self._blocks or prompt.epoch != self._epoch:
+                if keys[index] in self._blocks:
                     continue
             at = slice(row, row + 1)
             block = Block(

@@ -14,6 +14,10 @@ LOAD = 4
 #: Tiles of `kda_chunk`, `mla_forms`: elements of a slab, keys per block, scores per tile and per absorbed block.
 _SLAB, _CHUNK = 2**17, 16
 _KEY_BLOCK, _TILE_SCORES, _BLOCK_SCORES = 1024, 2**18, 2**22
+#: Keys that a thread of torch's fused kernel for a CPU reads at once.
+_KERNEL_KEYS = 512
+#: Elements of a block in which a gated activation is computed.
+BLOCK = 2**16
 #: Tokens up to which KDA runs token by token on a CPU.
 _RECURRENT_UP_TO = 4
 
@@ -101,9 +105,8 @@ def activation_peak(shape: Shape, call: Call, count: int) -> int:
     """Bytes of a gated activation over `count` pairs, its inputs included."""
     if not shape.situ:
         return count * 4 * call.item
-    bound = call.wide if shape.linear_bound else call.cast
-    first = 2 * call.cast + 2 * call.wide if shape.linear_bound else 0
-    return count * (2 * call.item + max(first, call.cast + bound + 3 * call.wide))
+    # Wide numbers exist for one block: with 16 bits the places in the tables and both factors, else the steps of one.
+    return count * 3 * call.item + min(count, BLOCK) * (4 if call.cast else 5) * call.wide
 
 
 def mlp_peak(shape: Shape, call: Call, inner: int) -> int:
@@ -137,14 +140,15 @@ def experts_peak(shape: Shape, call: Call) -> int:
     n, width, inner, item, wide = call.tokens, shape.expert_width, shape.expert_inner, call.item, call.wide
     if call.experts == "full":
         pairs = n * shape.top_k
-        ids = pairs * (4 * 8 + 4 + wide)
+        # Rows sorted by expert, their two products, the activation, the outputs, the weighted outputs, the sums.
+        ids = pairs * (2 * 8 + wide)
         steps = (
+            pairs * (width + 2 * inner) * item,
             activation_peak(shape, call, pairs * inner),
-            pairs * (inner + width) * item,
-            pairs * width * (item + 2 * wide),
-            pairs * width * (item + wide) + n * width * wide,
+            pairs * (inner * item + width * (item + wide)),
+            pairs * (inner * item + width * wide) + n * width * (wide + (call.cast and item)),
         )
-        return ids + pairs * width * item + max(steps)
+        return ids + max(steps)
     share = min(n, ceil(LOAD * n * shape.top_k / max(1, shape.experts)))
     expanded = 2 * inner * width * item
     one = share * width * (2 * item + wide) + activation_peak(shape, call, share * inner)
@@ -180,28 +184,28 @@ def slab_bytes(shape: Shape, call: Call) -> int:
     return (7 * shape.key + 6 * _CHUNK) * rows * tokens * call.wide
 
 
-def is_fused(shape: Shape) -> bool:
-    """Whether the library's attention runs without forming scores on a CPU: widths of keys and values are equal."""
-    return shape.nope + shape.rope == shape.value
-
-
 def mla_peak(shape: Shape, call: Call) -> int:
-    """Bytes of an MLA layer: projections, then scores of a first piece, or tiles over the history of a later one."""
+    """Bytes of an MLA layer: projections, then the fused kernel on a first piece, or tiles over a history."""
     n, heads, item, wide, cast = call.tokens, shape.mla_heads, call.item, call.wide, call.cast
     query, value = heads * (shape.nope + shape.rope), heads * shape.value
     held = n * item * (query + 2 * shape.rank + shape.rope)
-    gated = n * value * (2 * item + 2 * wide + cast + item)
+    gated = n * value * (item + cast + 2 * wide) * shape.mla_gate
+    out = n * item * (value + shape.hidden)
     if call.past:
-        return held + max(_over_history(shape, call), gated)
-    held += n * item * (heads * (shape.nope + shape.value) + query)
-    if is_fused(shape):
-        attended = 2 * n * value * item
-    else:
-        # Queries scaled, all three widened; scores, their softmax, what is masked (one byte), and the mask.
-        pairs = call.length**2
-        attended = n * query * wide + n * (2 * query + value) * cast + pairs * wide
-        attended += call.rows * heads * pairs * (2 * wide + 1)
-    return held + max(attended, gated)
+        return held + max(_over_history(shape, call), gated, out)
+    # A CPU gets queries, keys and values of one width, and a result as wide, which is cut.
+    width, expanded = max(query, value), heads * (shape.nope + shape.value)
+    pads_query, pads_value = query < width, value < width
+    states = n * item * (width * (1 + pads_query) + (width if pads_value else expanded))
+    padding = n * item * (expanded + query + width * (2 * pads_query + pads_value))
+    result = n * item * (width + value * (query != value))
+    return held + max(padding, states + max(result, n * item * width + tile_bytes(call), gated, out))
+
+
+def tile_bytes(call: Call) -> int:
+    """Bytes of the scores that one thread of the fused kernel holds."""
+    rows = 256 if call.length >= 768 else 64 if call.length >= 192 else 32
+    return min(rows, call.length) * min(_KERNEL_KEYS, call.length) * (call.wide + (call.cast and call.item))
 
 
 def _over_history(shape: Shape, call: Call) -> int:

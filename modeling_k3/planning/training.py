@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from modeling_k3.planning.activations import Call, is_fused
+from modeling_k3.planning.activations import BLOCK, Call, tile_bytes
 from modeling_k3.planning.components import layer_weights, outer_weights
 from modeling_k3.planning.shape import Layer, Shape
 
@@ -28,16 +28,18 @@ class Training:
 
 def saved_by_layer(shape: Shape, layer: Layer, call: Call) -> tuple[int, int]:
     """Bytes that attention and feed-forward part of one layer keep for the backward, their mixes and norms included."""
-    before = _before(shape, call)
+    sources = shape.num_sources(layer.index)
+    before = _before(shape, call, sources), _before(shape, call, sources + layer.starts_block)
     attention = _kda(shape, call) if layer.is_kda else _mla(shape, call)
     feed_forward = _moe(shape, call) if layer.is_moe else _mlp(shape, call, call.tokens, shape.inner)
-    return before + attention, before + feed_forward
+    return before[0] + attention, before[1] + feed_forward
 
 
-def _before(shape: Shape, call: Call) -> int:
-    """Running sum, mixture (as its norm reads it), normalised, weighted."""
-    mixture = call.wide if shape.block is not None or call.cast else 0
-    return call.tokens * shape.hidden * (call.item + mixture + 2 * call.item)
+def _before(shape: Shape, call: Call, sources: int) -> int:
+    """Running sum, mixture with three numbers for each source, normalised."""
+    if shape.block is None:
+        return call.tokens * shape.hidden * 2 * call.item
+    return call.tokens * (shape.hidden * 3 * call.item + sources * 3 * call.wide)
 
 
 def _kda(shape: Shape, call: Call) -> int:
@@ -45,7 +47,7 @@ def _kda(shape: Shape, call: Call) -> int:
     # q and k: convolved, before SiLU, after it, normalised; v: without the last; decay: logits, sigmoid, log decay.
     streams = n * width * wide * (4 + 4 + 3 + 3)
     output = n * width * (4 * wide + item)
-    small = n * (shape.key * item + shape.heads * 2 * wide)
+    small = n * (shape.key * item + shape.heads * 4 * wide)
     return streams + output + small + _border_states(shape, call)
 
 
@@ -58,28 +60,27 @@ def _border_states(shape: Shape, call: Call) -> int:
 
 
 def _mla(shape: Shape, call: Call) -> int:
-    n, heads, item, wide, cast = call.tokens, shape.mla_heads, call.item, call.wide, call.cast
+    n, heads, item, wide = call.tokens, shape.mla_heads, call.item, call.wide
     query, value = heads * (shape.nope + shape.rope), heads * shape.value
-    normed = cast or wide
-    kept = n * shape.rank * (normed + 2 * item)
-    if shape.q_rank is not None:
-        kept += n * shape.q_rank * (normed + 2 * item)
-    if is_fused(shape):
-        kept += n * item * (2 * query + heads * (shape.nope + shape.value) + value)
-    else:
-        # Scaled queries and keys, values, and the softmax.
-        kept += n * (2 * query + value) * wide + call.rows * heads * call.length**2 * wide
-    if shape.mla_gate:
-        kept += n * value * (2 * wide + item)
-    return kept + (0 if shape.mla_gate and not cast else n * value * item)
+    width, is_copied = max(query, value), query != value
+    # Inputs and results of the norms; the latent's input stands beside the shared part.
+    kept = n * item * (2 * shape.rank + shape.rope + 2 * (shape.q_rank or 0))
+    # What the fused kernel reads and returns, all of one width, and a logarithm for each head.
+    kept += n * item * (3 * width + (width if value < width else heads * (shape.nope + shape.value))) + n * heads * wide
+    # The result is copied to be cut, or to bring its heads together.
+    return kept + (_mla_gate(shape, call) if shape.mla_gate else n * value * item * is_copied)
+
+
+def _mla_gate(shape: Shape, call: Call) -> int:
+    """The result in at least float32, unless that is what the kernel returned; sigmoid; product."""
+    is_copied = shape.nope + shape.rope != shape.value or call.cast > 0
+    return call.tokens * shape.mla_heads * shape.value * (call.wide * (is_copied + 1) + call.item)
 
 
 def _activation(shape: Shape, call: Call) -> int:
     """Bytes kept for one pair of gate and up, the product included."""
-    if not shape.situ:
-        return 4 * call.item
-    # tanh and its multiple, sigmoid, their product, and the linear part; bounded, that is a tanh and its multiple.
-    return 5 * call.wide + (call.wide if shape.linear_bound else 0) + call.item
+    # SiTU keeps its two inputs only; SiLU's value is kept as well.
+    return (3 if shape.situ else 4) * call.item
 
 
 def _mlp(shape: Shape, call: Call, tokens: int, inner: int) -> int:
@@ -89,13 +90,14 @@ def _mlp(shape: Shape, call: Call, tokens: int, inner: int) -> int:
 def _moe(shape: Shape, call: Call) -> int:
     n, width, item, wide, cast = call.tokens, shape.expert_width, call.item, call.wide, call.cast
     routed = shape.latent if shape.routes_on_latent else shape.hidden
-    router = cast * (n + shape.experts) * routed + n * shape.experts * wide + n * shape.top_k * (4 * wide + 8)
     pairs = n * shape.top_k
-    experts = pairs * (4 * 8 + wide) + 2 * pairs * width * item + _mlp(shape, call, pairs, shape.expert_inner)
-    kept = router + experts
+    router = cast * (n + shape.experts) * routed + n * shape.experts * wide + pairs * (wide + 8) + n * wide
+    # Places and tokens of the sorted pairs and their weights; neither sorted inputs nor outputs.
+    kept = router + pairs * (2 * 8 + wide) + _mlp(shape, call, pairs, shape.expert_inner)
+    if call.experts != "full":
+        kept += pairs * width * item
     if shape.latent is not None:
-        kept += n * width * item
-        kept += n * width * ((cast or wide) + 2 * item) if shape.latent_norm else n * width * item
+        kept += n * width * item * (3 if shape.latent_norm else 2)
     if shape.shared is not None:
         kept += _mlp(shape, call, n, shape.shared * shape.expert_inner)
     return kept
@@ -131,7 +133,7 @@ def training_peak(shape: Shape, call: Call, training: Training) -> dict[str, int
     outside = sum(weight.nbytes(call.item) for weight in outer_weights(shape)) * full
     embedding = shape.vocab * shape.hidden * call.item * full
     kept = [saved_by_layer(shape, layer, call) for layer in shape.layers]
-    top = _before(shape, call)
+    top = _before(shape, call, shape.num_sources(len(shape.layers)))
     saved = top + (len(kept) * stream if training.checkpointing else sum(map(sum, kept)))
     logits = call.tokens * shape.vocab
     # The logarithms of the softmax and the gradients of both; the logits themselves are gone by then. After that the
@@ -163,18 +165,34 @@ def training_peak(shape: Shape, call: Call, training: Training) -> dict[str, int
 
 def feed_forward_backward(shape: Shape, layer: Layer, call: Call) -> int:
     """Bytes that the backward of a feed-forward part needs beside what is kept."""
-    if layer.is_moe:
-        pairs = call.tokens * shape.top_k
-        return pairs * (3 * shape.expert_inner * call.wide + shape.expert_width * (call.item + call.wide))
-    return call.tokens * shape.inner * 3 * call.wide
+    if not layer.is_moe:
+        return _activation_backward(shape, call, call.tokens * shape.inner)
+    n, width, inner, item, wide = call.tokens, shape.expert_width, shape.expert_inner, call.item, call.wide
+    pairs = n * shape.top_k
+    # Gradients of the outputs, of the activation and of its weighted form; then the weighted gradients of the outputs.
+    leave = inner * (wide + item) + width * item + max(inner * call.cast, width * (wide + (call.cast and item)))
+    routed = max(pairs * leave, _activation_backward(shape, call, pairs * inner))
+    if shape.shared is None:
+        return routed
+    # The shared experts come first, and what they kept is gone by then.
+    shared = n * shape.shared * inner
+    routed += n * shape.hidden * item - shared * _activation(shape, call)
+    return max(routed, _activation_backward(shape, call, shared))
+
+
+def _activation_backward(shape: Shape, call: Call, count: int) -> int:
+    """Gradients of the product, of gate and of up, where the product itself is gone; and what exists for one block."""
+    return 2 * count * call.item + shape.situ * min(count, BLOCK) * (6 if call.cast else 8) * call.wide
 
 
 def attention_backward(shape: Shape, layer: Layer, call: Call) -> int:
     """Bytes that the backward of an attention needs beside what is kept."""
     if layer.is_kda:
         return 3 * call.tokens * shape.kda_width * call.wide
-    if is_fused(shape):
-        return call.tokens * shape.mla_heads * (2 * (shape.nope + shape.rope) + shape.value) * call.item
-    scores = 2 * call.rows * shape.mla_heads * call.length**2 * call.wide
-    # What the gate kept is gone by then.
-    return scores - shape.mla_gate * call.tokens * shape.mla_heads * shape.value * (2 * call.wide + call.item)
+    n, value = call.tokens, shape.mla_heads * shape.value
+    width = shape.mla_heads * max(shape.nope + shape.rope, shape.value)
+    kernel = 4 * n * width * call.item + 2 * tile_bytes(call)
+    if not shape.mla_gate:
+        return kernel
+    # What the gate kept is gone when the kernel runs.
+    return max(n * value * (3 * call.wide - call.item), kernel - _mla_gate(shape, call))

@@ -9,6 +9,7 @@ In the library's Trainer and in TRL's trainers `callback.K3TrainingCallback` doe
 "aux_loss" the model adds the loss itself, and nothing is moved here.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from modeling_k3.config_checks import ROUTER_BALANCING
 
-from .router_stats import RouterWatch, add_up, world_size
+from .router_stats import RouterWatch, add_up, is_router, world_size
 from .rules import HistogramRule, QuantileRule, Rule, SignRule
 
 
@@ -38,8 +39,8 @@ class RouterBalancer(RouterWatch):
         group: the processes that train together; None: all.
 
     Raises:
-        ValueError: an unknown method, a number outside its range, no config to ask, or a method that cannot balance
-            group-limited routing.
+        ValueError: an unknown method, a number outside its range, no config to ask, "aux_loss" where the config says
+            otherwise, or a method that cannot balance group-limited routing.
     """
 
     def __init__(
@@ -52,17 +53,21 @@ class RouterBalancer(RouterWatch):
         bins: int = 1000,
         group: Any = None,
     ) -> None:
-        if not 0 <= memory < 1:
-            raise ValueError(f"memory={memory!r} must be at least 0 and below 1")
+        check_balancing(method, memory)
+        if rate is not None and not 0 < rate < math.inf:
+            raise ValueError(f"rate={rate!r}; allowed are numbers above 0")
         if type(bins) is not int or bins < 2:
             raise ValueError(f"bins={bins!r} must be a whole number of at least 2")
-        has_routers = any(hasattr(m, "e_score_correction_bias") for m in model.modules())
+        has_routers = any(is_router(module) for module in model.modules())
+        if has_routers and method == "aux_loss" and (configured := _config_of(model).router_balancing) != method:
+            raise ValueError(
+                f"method='aux_loss' with config.router_balancing={configured!r}: the model adds the loss, and does so "
+                "only where its config says 'aux_loss'; set it there"
+            )
         if has_routers and (method is None or (method == "sign" and rate is None)):
             config = _config_of(model)
             method = config.router_balancing if method is None else method
             rate = config.router_bias_update_rate if rate is None else rate
-        if has_routers and method not in ROUTER_BALANCING:
-            raise ValueError(f"method={method!r} is unknown; allowed are {list(ROUTER_BALANCING)}")
         super().__init__(model, group)
         if method == "quantile" and world_size(group) > 1:
             method = "histogram"
@@ -95,6 +100,14 @@ class RouterBalancer(RouterWatch):
         handle = optimizer.register_step_post_hook(lambda *_: self.step())
         self._handles.append(handle)
         return handle
+
+
+def check_balancing(method: str | None, memory: float) -> None:
+    """Refuse a method or a memory that no model could have, as `RouterBalancer` describes them."""
+    if method is not None and method not in ROUTER_BALANCING:
+        raise ValueError(f"method={method!r} is unknown; allowed are {list(ROUTER_BALANCING)}")
+    if not 0 <= memory < 1:
+        raise ValueError(f"memory={memory!r} must be at least 0 and below 1")
 
 
 def _config_of(model: nn.Module) -> Any:

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import logging
 
-from .balancing import RouterBalancer
+from .balancing import RouterBalancer, check_balancing
 from .depth_stats import DepthWatch, summarise_depth
 from .plot import draw_training
 from .router_stats import summarise
@@ -36,9 +36,13 @@ class K3TrainingCallback(TrainerCallback):
         memory: share of the old bias that a step keeps.
         plot: PNG that is drawn anew at the entries of the log, as often as 5 % of the time allow, and at the end; None:
             none.
+
+    Raises:
+        ValueError: an unknown method, or a memory outside 0 to below 1.
     """
 
     def __init__(self, method: str | None = None, *, memory: float = 0.0, plot: str | Path | None = None) -> None:
+        check_balancing(method, memory)
         self.method, self.memory, self.plot = method, memory, None if plot is None else Path(plot)
         self.balancer: RouterBalancer | None = None
         self.depth: DepthWatch | None = None

@@ -52,7 +52,7 @@ class PackingCollator:
             `input_ids`, `labels`, `position_ids` [rows, length], with padding also `attention_mask`.
 
         Raises:
-            ValueError: no document, an empty one, one longer than a row, labels of another length, or padding inside.
+            ValueError: no document, an empty one, one without ids, one longer than a row, labels of another length, or padding inside.
         """
         documents = [_read(feature, number) for number, feature in enumerate(features)]
         if not documents:
@@ -92,6 +92,10 @@ class PackingCollator:
 
 def _read(feature: Mapping[str, Any], number: int) -> tuple[Tensor, Tensor]:
     """The ids and the labels of one document."""
+    if feature.get("input_ids") is None:
+        raise ValueError(f"input_ids of document {number} is missing or None; it has {sorted(feature)}")
+    if feature.get("labels", ()) is None:
+        raise ValueError(f"labels of document {number} is None; leave it out where the ids are the labels")
     ids = torch.as_tensor(feature["input_ids"], dtype=torch.long)
     labels = torch.as_tensor(feature.get("labels", ids), dtype=torch.long).clone()
     if ids.ndim != 1 or not len(ids):

@@ -6,6 +6,7 @@
 The first is for a loop of one's own, the second for the library's Trainer and those built on it.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -39,15 +40,13 @@ class MuonAdamW(torch.optim.Optimizer):
     """
 
     def __init__(self, groups: list[dict[str, Any]]) -> None:
-        for group in groups:
-            if group.get("rule") not in ("muon", "adamw"):
-                raise ValueError(f"rule={group.get('rule')!r} is unknown; allowed are 'muon' and 'adamw'")
+        self._parts: list[torch.optim.Optimizer] = []
         super().__init__(groups, {})
         self._bind()
 
     def _bind(self) -> None:
         """Let both parts work on this object's groups and state."""
-        self._parts: list[torch.optim.Optimizer] = []
+        self._parts = []
         for rule, make in (("muon", Muon), ("adamw", torch.optim.AdamW)):
             groups = [group for group in self.param_groups if group["rule"] == rule]
             if groups:
@@ -57,6 +56,24 @@ class MuonAdamW(torch.optim.Optimizer):
                     own.update(filled)
                 part.param_groups, part.state = groups, self.state
                 self._parts.append(part)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Take in further parameters; the group names its `rule`, and what it leaves out is the rule's default.
+
+        Raises:
+            ValueError: an unknown rule, or blocks that do not fit.
+        """
+        if param_group.get("rule") not in ("muon", "adamw"):
+            raise ValueError(f"rule={param_group.get('rule')!r} is unknown; allowed are 'muon' and 'adamw'")
+        super().add_param_group(param_group)
+        # While the object is made there are no parts yet, and all groups are bound together.
+        if self._parts:
+            try:
+                self._bind()
+            except Exception:
+                self.param_groups.pop()
+                self._bind()
+                raise
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -121,13 +138,13 @@ def parameter_groups(
         Groups for `MuonAdamW`, or for any optimizer that ignores what it does not know.
 
     Raises:
-        ValueError: a rate or decay below zero, or nothing to train.
+        ValueError: a rate or decay that is no number from 0 up, or nothing to train.
 
     Source: arXiv 2607.24653 sections 2.5 and 3.3 (per-head Muon, decay 0.1).
     """
     for name, value in (("lr", lr), ("muon_lr", muon_lr), ("weight_decay", weight_decay)):
-        if value is not None and value < 0:
-            raise ValueError(f"{name}={value!r} is negative; allowed are numbers from 0 up")
+        if value is not None and not 0 <= value < math.inf:
+            raise ValueError(f"{name}={value!r}; allowed are numbers from 0 up")
     blocks = matrix_blocks(model, per_head=per_head)
     muon: dict[tuple[int, ...] | None, list[nn.Parameter]] = {}
     plain: dict[bool, list[nn.Parameter]] = {True: [], False: []}

@@ -29,6 +29,7 @@ from modeling_k3.mxfp4 import GROUP, decode, encode
 #: The bits of a float32 that hold its exponent.
 _EXPONENT = 0x7F800000
 _LARGEST_FP8, _FP8_EXPONENT = 448.0, 8
+_MARK = "_is_fake_quantized"
 
 
 def round_mxfp4(weights: Tensor) -> Tensor:
@@ -66,7 +67,10 @@ def round_mxfp8(values: Tensor) -> Tensor:
     Source: OCP microscaling formats 1.0: exponent = floor(log2(largest)) - 8, what is above 448 is clipped.
     """
     wide = values.float().unflatten(-1, (-1, GROUP))
-    exponent = torch.frexp(wide.abs().amax(dim=-1, keepdim=True)).exponent - 1 - _FP8_EXPONENT
+    largest = wide.abs().amax(dim=-1, keepdim=True)
+    if not largest.isfinite().all():
+        raise ValueError("values: allowed are finite ones; NaN or infinity has no power of two")
+    exponent = torch.frexp(largest).exponent - 1 - _FP8_EXPONENT
     scaled = torch.ldexp(wide, -exponent).clamp(-_LARGEST_FP8, _LARGEST_FP8)
     return torch.ldexp(scaled.to(torch.float8_e4m3fn).float(), exponent).flatten(-2).to(values.dtype)
 
@@ -88,23 +92,34 @@ class fake_quantized_experts:
     """The switch: from its making until `close`, or the end of `with`, dense experts compute with MXFP4 values.
 
     Works by hooks on the expert modules and changes no parameter's name, so Trainer, checkpoints, resuming and
-    gradient checkpointing do not notice. Tried on whole parameters only, not on sharded ones (FSDP, ZeRO-3).
+    gradient checkpointing do not notice. Tried on whole parameters only, not on sharded ones (FSDP, ZeRO-3). One at a
+    time for a model. Adapters on experts compute with the experts' weights themselves and would not see the rounding:
+    they are refused, and have no place around experts while this is open.
 
     Args:
         model: with dense experts; packed ones are rounded already and cannot be trained.
         activations: also round what the experts' two products read to MXFP8.
 
     Raises:
-        ValueError: no routed experts, experts in another form, or widths that are no multiple of 32.
+        ValueError: no routed experts, experts in another form, under an adapter or quantised by another switch, or
+            widths that are no multiple of 32.
     """
 
     def __init__(self, model: nn.Module, *, activations: bool = False) -> None:
-        modules = [(name, module) for name, module in iter_experts(model)]
+        # Wrappers that pass on their module's attributes hold no weights of their own.
+        modules = [(name, module) for name, module in iter_experts(model) if "storage" in vars(module)]
         if not modules:
             raise ValueError("the model has no routed experts: there is nothing to quantise")
         for name, module in modules:
             if module.storage != "dense":
                 raise ValueError(f"{name} has {module.storage} experts; allowed are dense ones (dequantize=True)")
+            if name.rpartition(".")[2] == "base_layer":
+                raise ValueError(
+                    f"{name} is under an adapter, which would compute without the rounding; allowed are experts "
+                    "without one: call merge_and_unload() first, or train adapters on packed experts"
+                )
+            if _MARK in vars(module):
+                raise ValueError(f"{name} is quantised by another fake_quantized_experts; close() that one first")
             if module.hidden_dim % GROUP or module.intermediate_dim % GROUP:
                 raise ValueError(
                     f"{name} has experts of width {module.hidden_dim} and {module.intermediate_dim}; both must be "
@@ -130,7 +145,9 @@ class fake_quantized_experts:
         before = module.register_forward_pre_hook(enter)
         # Also after an error: a module that kept the rounded values would train on them.
         after = module.register_forward_hook(leave, always_call=True)
-        self._undo += [before.remove, after.remove]
+        # Two at once would keep each other's rounded values in the place of the weights.
+        setattr(module, _MARK, True)
+        self._undo += [before.remove, after.remove, partial(delattr, module, _MARK)]
         if activations:
             plain = module._apply_gate
             module._apply_gate = lambda gate_up: _StraightThrough.apply(plain(gate_up), round_mxfp8)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from modeling_k3.attention_span import AttentionSpan
 
@@ -45,13 +45,13 @@ class QKClip:
     """
 
     def __init__(self, model: nn.Module, threshold: float = 100.0) -> None:
-        if not threshold > 0:
-            raise ValueError(f"threshold={threshold!r}; allowed are numbers above 0")
+        check_threshold(threshold)
         self.threshold = threshold
         self.largest: dict[nn.Module, Tensor] = {}
         self._handles: list[RemovableHandle] = []
         for module in model.modules():
-            if hasattr(module, "kv_a_proj_with_mqa") and hasattr(module, "kv_b_proj"):
+            # What it holds itself: wrappers pass on the attributes of what they wrap.
+            if "kv_a_proj_with_mqa" in module._modules and "kv_b_proj" in module._modules:
                 self._watch(module)
 
     def _watch(self, attention: nn.Module) -> None:
@@ -111,6 +111,12 @@ class QKClip:
         self._handles.clear()
 
 
+def check_threshold(threshold: float) -> None:
+    """Refuse a threshold that is not positive."""
+    if not threshold > 0:
+        raise ValueError(f"threshold={threshold!r}; allowed are numbers above 0")
+
+
 @torch.no_grad()
 def _largest_logits(attention: nn.Module, query: Tensor, pair: Tensor, latent: Tensor, span: AttentionSpan) -> Tensor:
     """The largest logit of every head [H], in float32, over the pairs of tokens that may see each other.
@@ -142,16 +148,29 @@ def _largest_logits(attention: nn.Module, query: Tensor, pair: Tensor, latent: T
 
 
 class QKClipCallback(TrainerCallback):
-    """`QKClip` in the library's Trainer and in those built on it; the log gets its figures.
+    """`QKClip` in the library's Trainer and in those built on it.
+
+    The log gets the largest `qk_max_logit` and `qk_clipped_heads` of all steps since its last entry; reporters get them
+    too after `QKClipCallback().attach(trainer)`.
 
     Args:
         threshold: see `QKClip`.
+
+    Raises:
+        ValueError: a threshold that is not positive.
     """
 
     def __init__(self, threshold: float = 100.0) -> None:
+        check_threshold(threshold)
         self.threshold = threshold
         self._clip: QKClip | None = None
         self._figures: dict[str, float] = {}
+
+    def attach(self, trainer: Trainer) -> "QKClipCallback":
+        """Join `trainer`, or move to its front, so that its reporters (TensorBoard, ...) see the figures as well."""
+        others = [callback for callback in trainer.callback_handler.callbacks if callback is not self]
+        trainer.callback_handler.callbacks = [self, *others]
+        return self
 
     def on_train_begin(
         self,
@@ -162,6 +181,8 @@ class QKClipCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Begin to watch."""
+        # A training that was interrupted has had no end.
+        self._close()
         self._clip = QKClip(model, self.threshold)
 
     def on_optimizer_step(
@@ -169,7 +190,8 @@ class QKClipCallback(TrainerCallback):
     ) -> None:
         """Clip."""
         if self._clip is not None:
-            self._figures = self._clip.step()
+            for name, figure in self._clip.step().items():
+                self._figures[name] = max(figure, self._figures.get(name, figure))
 
     def on_log(
         self,
@@ -179,15 +201,19 @@ class QKClipCallback(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Add the figures of the last step."""
+        """Add the figures since the last entry to an entry about training."""
         if logs is not None and "loss" in logs:
             for entry in (logs, state.log_history[-1]):
                 entry.update(self._figures)
+            self._figures = {}
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Stop watching."""
+        self._close()
+
+    def _close(self) -> None:
         if self._clip is not None:
             self._clip.close()
-            self._clip = None
+        self._clip, self._figures = None, {}

@@ -14,7 +14,7 @@ from .watch import TrainingWatch
 class RouterWatch(TrainingWatch):
     """Counts what the routers choose, over all forward passes of training since the last `take`.
 
-    Padding never counts. `loads[name]` [N + 1] int64 holds tokens by expert and, last, the places dropped beyond the
+    Padding never counts, and of a router's copies (adapters' `modules_to_save`) only the active one does. `loads[name]` [N + 1] int64 holds tokens by expert and, last, the places dropped beyond the
     capacity.
 
     Args:
@@ -25,7 +25,7 @@ class RouterWatch(TrainingWatch):
     def __init__(self, model: nn.Module, group: Any = None) -> None:
         super().__init__(model)
         self.group = group
-        self.routers = {name: m for name, m in model.named_modules() if hasattr(m, "e_score_correction_bias")}
+        self.routers = {name: module for name, module in model.named_modules() if is_router(module)}
         self.loads = {name: self._zeros(router) for name, router in self.routers.items()}
         for name, router in self.routers.items():
             hook = router.register_forward_hook(
@@ -78,6 +78,11 @@ class RouterWatch(TrainingWatch):
     @staticmethod
     def _zeros(router: nn.Module) -> Tensor:
         return torch.zeros(router.num_experts + 1, dtype=torch.int64, device=router.weight.device)
+
+
+def is_router(module: nn.Module) -> bool:
+    """Whether a module is a router itself, not a wrapper that passes on the attributes of one."""
+    return "e_score_correction_bias" in module._parameters
 
 
 def world_size(group: Any = None) -> int:

@@ -33,10 +33,13 @@ def cosine_schedule(
         warmup, floor: see `rate_at`.
 
     Raises:
-        ValueError: no steps.
+        ValueError: no steps, or a share outside 0 to 1.
     """
     if num_training_steps < 1:
         raise ValueError(f"num_training_steps={num_training_steps!r}; allowed are numbers from 1 up")
+    for name, value in (("warmup", warmup), ("floor", floor)):
+        if not 0 <= value <= 1:
+            raise ValueError(f"{name}={value!r}; allowed are shares from 0 to 1")
     return LambdaLR(optimizer, lambda step: rate_at(step / num_training_steps, warmup=warmup, floor=floor))
 
 

@@ -21,7 +21,8 @@ class TrainingWatch:
         self._handles: list[RemovableHandle] = []
         #: [B * T] bool of the current forward, False at padding; None: no padding.
         self.real: Tensor | None = None
-        decoders = [m for m in model.modules() if hasattr(m, "layers") and hasattr(m, "has_attn_res")]
+        # What they hold themselves: wrappers pass on the attributes of what they wrap.
+        decoders = [m for m in model.modules() if "layers" in m._modules and "has_attn_res" in vars(m)]
         self._inside = not decoders
         for decoder in decoders:
             self._handles.append(decoder.register_forward_pre_hook(self._begin))

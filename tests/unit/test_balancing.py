@@ -13,6 +13,7 @@ from torch import Tensor
 
 from modeling_k3.latent_moe import K3Router
 from modeling_k3.training.balancing import RouterBalancer
+from modeling_k3.training.callback import K3TrainingCallback
 from modeling_k3.training.router_stats import summarise
 from modeling_k3.training.rules import HistogramRule, balanced_bias
 from tests.models import build, tiny_config, token_ids
@@ -250,6 +251,19 @@ def test_what_is_refused() -> None:
         RouterBalancer(grouped)
     RouterBalancer(grouped, "sign")
     assert not RouterBalancer(torch.nn.Linear(2, 2)).rules
+
+
+def test_numbers_and_a_loss_that_nothing_adds_are_refused() -> None:
+    model = model_of()
+    for rate in (0.0, -0.1, math.nan):
+        with pytest.raises(ValueError, match="rate=.*above 0"):
+            RouterBalancer(model, "sign", rate=rate)
+    with pytest.raises(ValueError, match=r"method='aux_loss' with config.router_balancing='quantile'"):
+        RouterBalancer(model, "aux_loss")
+    RouterBalancer(model_of(router_balancing="aux_loss", router_aux_loss_coef=0.1), "aux_loss")
+    for options in ({"method": "quantle"}, {"memory": 3.0}):
+        with pytest.raises(ValueError, match=r"allowed|must be"):
+            K3TrainingCallback(**options)
 
 
 def test_figures_of_a_known_load() -> None:

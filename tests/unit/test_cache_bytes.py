@@ -69,3 +69,16 @@ def test_nothing_is_left_after_a_crop_to_nothing(model: Any) -> None:
         assert cache.get_seq_length() == 5 and cache.rollback_limit == 5
         cache.crop(-5)
     assert cache.counters == {"rollbacks": 9, "rolled_back_tokens": 36}
+
+
+def test_a_mask_belongs_to_the_caller_again(model: Any) -> None:
+    """What is run again after a crop is run with the mask of then, whatever the caller did to it."""
+    ids, mask = token_ids(1, 8), torch.ones(1, 8, dtype=torch.bool)
+    mask[0, 1] = False
+    kept, cache = mask.clone(), K3Cache(model.config, rollback_tokens=16)
+    model(ids[:, :6], attention_mask=mask[:, :6], cache=cache)
+    mask.fill_(True)
+    cache.crop(-2)
+    found = model(ids[:, 4:], attention_mask=kept, cache=cache).logits
+    expected = model(ids, attention_mask=kept, use_cache=False).logits[:, 4:]
+    assert max_diff(found, expected) < bound("unit_model_fp32_max_abs")

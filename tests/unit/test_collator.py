@@ -66,6 +66,8 @@ def test_options_that_make_no_sense(options: dict[str, Any]) -> None:
         ([{"input_ids": []}], "document 0 has shape"),
         ([DOCUMENTS[1], {"input_ids": [1, 2, 3, 4, 5]}], "document 1 has 5 tokens; allowed are at most length=4"),
         ([{"input_ids": [1, 2], "labels": [1]}], "labels of document 0"),
+        ([{"input_ids": [1, 2], "labels": None}], "labels of document 0 is None"),
+        ([DOCUMENTS[0], {"ids": [1, 2]}], r"input_ids of document 1 is missing or None; it has \['ids'\]"),
         ([{"input_ids": [1, 2], "attention_mask": [0, 1]}], "attention_mask of document 0 has zeros"),
     ],
 )

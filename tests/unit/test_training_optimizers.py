@@ -2,6 +2,7 @@
 
 import copy
 import io
+import math
 from typing import Any
 
 import pytest
@@ -76,9 +77,9 @@ def test_frozen_parameters_are_left_out_and_adamw_alone_is_possible() -> None:
     assert {group["weight_decay"] for group in groups} == {0.1, 0.0}
 
 
-@pytest.mark.parametrize("options", [{"lr": -1.0}, {"muon_lr": -1.0}, {"weight_decay": -0.1}])
+@pytest.mark.parametrize("options", [{"lr": -1.0}, {"muon_lr": -1.0}, {"weight_decay": -0.1}, {"lr": math.nan}])
 def test_what_cannot_be_is_refused(model: nn.Module, options: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=f"{next(iter(options))}=-"):
+    with pytest.raises(ValueError, match=f"{next(iter(options))}=.*from 0 up"):
         parameter_groups(model, **options)
 
 
@@ -196,6 +197,24 @@ def test_closure_and_absent_gradients() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("rule", ["muon", "adamw"])
+def test_a_group_added_later_is_updated(rule: str) -> None:
+    layer, later = nn.Linear(16, 16), nn.Parameter(torch.randn(9, 9))
+    optimizer = build_optimizer(layer)
+    before, kept = later.detach().clone(), layer.weight.detach().clone()
+    with pytest.raises(ValueError, match="rule=None is unknown"):
+        optimizer.add_param_group({"params": [later]})
+    with pytest.raises(ValueError, match=r"shape \(9, 9\).*blocks=\(5,\)"):
+        optimizer.add_param_group({"params": [later], "rule": "muon", "blocks": (5,)})
+    assert len(optimizer.param_groups) == 2
+    optimizer.add_param_group({"params": [later], "rule": rule})
+    for parameter in (later, layer.weight):
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert not torch.equal(later, before) and not torch.equal(layer.weight, kept)
+    assert len(optimizer.state_dict()["state"]) == 2 and optimizer.param_groups[-1]["lr"] > 0
+
+
 # -- the schedule -----------------------------------------------------------------------------------------------------
 
 
@@ -218,3 +237,6 @@ def test_schedule_and_progress_scale_each_groups_peak(model: nn.Module) -> None:
     assert schedule.lr_lambdas[0](505) == pytest.approx(0.5)
     with pytest.raises(ValueError, match="num_training_steps=0"):
         cosine_schedule(optimizer, 0)
+    for options in ({"warmup": 2.0}, {"warmup": -0.1}, {"floor": -1.0}, {"floor": math.nan}):
+        with pytest.raises(ValueError, match=f"{next(iter(options))}=.*from 0 to 1"):
+            cosine_schedule(optimizer, 10, **options)

@@ -53,6 +53,12 @@ def test_what_is_not_finite_is_refused() -> None:
             round_mxfp4(torch.full((1, 32), value))
 
 
+def test_mxfp8_refuses_it_as_well() -> None:
+    for value in (float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="NaN or infinity"):
+            round_mxfp8(torch.ones(1, 32).index_fill_(1, torch.tensor([3]), value))
+
+
 def test_mxfp8_keeps_four_bits_and_clips() -> None:
     torch.manual_seed(0)
     values = torch.randn(16, 64)
@@ -154,6 +160,36 @@ def test_packed_experts_are_refused() -> None:
     iter_experts(model)[0][1].use_storage("packed")
     with pytest.raises(ValueError, match="packed experts; allowed are dense"):
         fake_quantized_experts(model)
+
+
+def test_a_second_switch_is_refused_and_the_weights_are_kept() -> None:
+    model, ids = build(tiny_config(**WIDTHS)), token_ids(2, 9)
+    plain, weights = logits(model, ids), list(model.parameters())
+    with fake_quantized_experts(model):
+        rounded = logits(model, ids)
+        with pytest.raises(ValueError, match=r"experts is quantised by another fake_quantized_experts; close\(\)"):
+            fake_quantized_experts(model, activations=True)
+        assert torch.equal(logits(model, ids), rounded) and not torch.equal(rounded, plain)
+    assert torch.equal(logits(model, ids), plain)
+    assert all(a is b for a, b in zip(model.parameters(), weights, strict=True))
+    with fake_quantized_experts(model):
+        assert torch.equal(logits(model, ids), rounded)
+
+
+def test_experts_under_an_adapter_are_refused_and_those_beside_one_are_not() -> None:
+    peft = pytest.importorskip("peft")
+    from modeling_k3.adapters import lora_config
+
+    adapted = peft.get_peft_model(build(tiny_config(**WIDTHS)), lora_config("experts"))
+    with pytest.raises(ValueError, match=r"experts.base_layer is under an adapter.*merge_and_unload"):
+        fake_quantized_experts(adapted)
+    ids = token_ids(2, 9)
+    for beside in (lora_config("attention"), lora_config("attention", modules_to_save=["experts"])):
+        model = peft.get_peft_model(build(tiny_config(**WIDTHS)), beside)
+        plain = logits(model, ids)
+        with fake_quantized_experts(model):
+            assert not torch.equal(logits(model, ids), plain)
+        assert torch.equal(logits(model, ids), plain)
 
 
 # -- export -----------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """QK-clip: what is watched is what attention computes, and clipping brings it to the threshold."""
 
+import types
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,35 @@ def test_padding_does_not_count() -> None:
 def test_a_threshold_that_is_none_is_refused() -> None:
     with pytest.raises(ValueError, match=r"threshold=0\.0"):
         QKClip(nn.Linear(2, 2), threshold=0.0)
+    with pytest.raises(ValueError, match=r"threshold=0\.0"):
+        QKClipCallback(threshold=0.0)
+
+
+def test_an_interrupted_training_leaves_no_second_watch() -> None:
+    model, callback = build(tiny_config(layers="KM")), QKClipCallback()
+    attention = model.model.layers[1].self_attn
+    for _ in range(2):
+        callback.on_train_begin(None, None, None, model=model)
+        assert len(attention._forward_hooks) == 1
+    callback.on_train_end(None, None, None)
+    assert not attention._forward_hooks
+
+
+def test_the_log_has_the_largest_since_its_last_entry() -> None:
+    model, callback = build(tiny_config(layers="KM")), QKClipCallback(threshold=1e-3)
+    others = types.SimpleNamespace(callback_handler=types.SimpleNamespace(callbacks=["reporter"]))
+    assert callback.attach(others) is callback and others.callback_handler.callbacks == [callback, "reporter"]
+    callback.on_train_begin(None, None, None, model=model)
+    state, largest = types.SimpleNamespace(log_history=[{}]), []
+    for _ in range(2):
+        forward(model, token_ids(1, 9))
+        largest.append(callback._clip.largest[model.model.layers[1].self_attn].max().item())
+        callback.on_optimizer_step(None, None, None)
+    assert largest[0] > largest[1]
+    callback.on_log(None, state, None, logs=(logs := {"loss": 1.0}))
+    assert logs["qk_max_logit"] == state.log_history[-1]["qk_max_logit"] == largest[0]
+    callback.on_log(None, state, None, logs=(logs := {"loss": 1.0}))
+    assert logs == {"loss": 1.0}
 
 
 def test_the_callback_clips_in_the_trainer(tmp_path: Path) -> None:
