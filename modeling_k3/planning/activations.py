@@ -178,10 +178,15 @@ def kda_peak(shape: Shape, call: Call) -> int:
 
 def slab_bytes(shape: Shape, call: Call) -> int:
     """Bytes of the buffers of one slab of the chunk form; they do not grow with the length."""
+    # x (two), k_in, k_out, g, the decay it is made from, o; and six matrices of 16 columns for each 16 tokens.
+    return (7 * shape.key + 6 * _CHUNK) * slab_tokens(shape, call) * call.wide
+
+
+def slab_tokens(shape: Shape, call: Call) -> int:
+    """Tokens of a slab, those of each head counted."""
     rows = min(call.rows * shape.heads, max(1, _SLAB // shape.key**2))
     tokens = min(-(-call.length // _CHUNK), max(1, _SLAB // (rows * _CHUNK * shape.key))) * _CHUNK
-    # x (two), k_in, k_out, g, the decay it is made from, o; and six matrices of 16 columns for each 16 tokens.
-    return (7 * shape.key + 6 * _CHUNK) * rows * tokens * call.wide
+    return rows * tokens
 
 
 def mla_peak(shape: Shape, call: Call) -> int:

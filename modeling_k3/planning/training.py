@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from modeling_k3.planning.activations import BLOCK, Call, tile_bytes
+from modeling_k3.planning.activations import BLOCK, Call, slab_tokens, tile_bytes
 from modeling_k3.planning.components import layer_weights, outer_weights
 from modeling_k3.planning.shape import Layer, Shape
 
@@ -188,10 +188,14 @@ def _activation_backward(shape: Shape, call: Call, count: int) -> int:
 def attention_backward(shape: Shape, layer: Layer, call: Call) -> int:
     """Bytes that the backward of an attention needs beside what is kept."""
     if layer.is_kda:
-        return 3 * call.tokens * shape.kda_width * call.wide
+        width = call.tokens * shape.kda_width
+        # First the norm; it is gone when a slab walks back with 16 vectors, six matrices and the share of a state.
+        slab = slab_tokens(shape, call) * (16 * shape.key + 6 * _CHUNK + shape.key**2 // _CHUNK)
+        return max(3 * width * call.wide, width * (call.wide - call.item) + slab * call.wide)
     n, value = call.tokens, shape.mla_heads * shape.value
     width = shape.mla_heads * max(shape.nope + shape.rope, shape.value)
-    kernel = 4 * n * width * call.item + 2 * tile_bytes(call)
+    # The gradient of the result, as it comes and widened, and those of the kernel's inputs; scores and their gradient.
+    kernel = 5 * n * width * call.item + 2 * tile_bytes(call)
     if not shape.mla_gate:
         return kernel
     # What the gate kept is gone when the kernel runs.
