@@ -16,7 +16,7 @@ from trl import DPOConfig, DPOTrainer
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 import modeling_k3  # noqa: F401  tells the Auto classes what K3 is
-from modeling_k3.training import build_optimizer
+from modeling_k3.training import K3TrainingCallback, build_optimizer
 
 
 class LeftPadded(DataCollatorForPreference):
@@ -42,7 +42,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--examples", type=int, default=200)
     options = parser.parse_args(arguments)
 
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(options.model)
+    except (OSError, ValueError) as error:
+        parser.error(f"--model {options.model}: {error}".partition("\n")[0])
     model, reference = (
         AutoModelForCausalLM.from_pretrained(options.model, dtype="float32", dequantize=True) for _ in range(2)
     )
@@ -68,6 +71,8 @@ def main(arguments: list[str] | None = None) -> None:
         processing_class=tokenizer,
         optimizers=(build_optimizer(model, lr=1e-4, muon_lr=5e-4), None),
     )
+    # Keeps the experts' load even, as the model's config says.
+    K3TrainingCallback().attach(trainer)
     trainer.train()
     trainer.save_model(options.output)
 

@@ -60,6 +60,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--export", help="folder for the result in the released layout, experts MXFP4")
     options = parser.parse_args(arguments)
+    if next(source_files(options.text), None) is None:
+        parser.error(f"--text {options.text}: no .py file with text in that folder")
+    # Now, and not after hours of training.
+    if options.export and Path(options.export).exists():
+        parser.error(f"--export {options.export} exists already; remove it or choose another folder")
 
     tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
     model = AutoModelForCausalLM.from_config(K3Config.from_pretrained(options.config))

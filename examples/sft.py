@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from trl import SFTConfig, SFTTrainer
 
 import modeling_k3  # noqa: F401  tells the Auto classes what K3 is
-from modeling_k3.training import OptimizerFactory
+from modeling_k3.training import K3TrainingCallback, OptimizerFactory
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, pair: tuple[str, str]) -> dict[str, list[int]]:
@@ -40,7 +40,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--examples", type=int, default=400)
     options = parser.parse_args(arguments)
 
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(options.model)
+    except (OSError, ValueError) as error:
+        parser.error(f"--model {options.model}: {error}".partition("\n")[0])
     # Everything is trained, so packed experts are expanded.
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype="float32", dequantize=True)
     trainer = SFTTrainer(
@@ -58,6 +61,8 @@ def main(arguments: list[str] | None = None) -> None:
         processing_class=tokenizer,
         optimizer_cls_and_kwargs=(OptimizerFactory, {"lr": 5e-4, "muon_lr": 1e-3}),
     )
+    # Keeps the experts' load even, as the model's config says.
+    K3TrainingCallback().attach(trainer)
     trainer.train()
     trainer.save_model(options.output)
 

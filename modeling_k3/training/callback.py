@@ -5,6 +5,7 @@
 
 Every entry of the log then has, beside the loss: `router_entropy`, `router_max_violation`, `router_dropped`,
 `depth_entropy`, `depth_largest_weight`, `depth_query_norm`. TensorBoard and other reporters (`report_to`) get them too.
+The load of every single expert is no scalar for a log: it is in `routers` of the callback, and in the picture.
 With `callbacks=[K3TrainingCallback()]` instead, the reporters come first and only see what the Trainer itself logs.
 """
 

@@ -52,7 +52,8 @@ class PackingCollator:
             `input_ids`, `labels`, `position_ids` [rows, length], with padding also `attention_mask`.
 
         Raises:
-            ValueError: no document, an empty one, one without ids, one longer than a row, labels of another length, or padding inside.
+            ValueError: no document, an empty one, one without ids, one longer than a row, labels of another length,
+                or padding inside.
         """
         documents = [_read(feature, number) for number, feature in enumerate(features)]
         if not documents:

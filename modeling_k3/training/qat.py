@@ -94,7 +94,7 @@ class fake_quantized_experts:
     Works by hooks on the expert modules and changes no parameter's name, so Trainer, checkpoints, resuming and
     gradient checkpointing do not notice. Tried on whole parameters only, not on sharded ones (FSDP, ZeRO-3). One at a
     time for a model. Adapters on experts compute with the experts' weights themselves and would not see the rounding:
-    they are refused, and have no place around experts while this is open.
+    they are refused, and one that comes later is refused by the next forward.
 
     Args:
         model: with dense experts; packed ones are rounded already and cannot be trained.
@@ -128,6 +128,8 @@ class fake_quantized_experts:
         self._undo: list[Callable[[], None]] = []
         for _, module in modules:
             self._attach(module, activations)
+        names = [name for name, _ in modules]
+        self._undo.append(model.register_forward_pre_hook(lambda model, args: _refuse_adapters(model, names)).remove)
 
     def _attach(self, module: nn.Module, activations: bool) -> None:
         kept: dict[str, nn.Parameter] = {}
@@ -166,6 +168,16 @@ class fake_quantized_experts:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _refuse_adapters(model: nn.Module, names: list[str]) -> None:
+    """Whether the experts still stand where they stood; an adapter that came in between goes around their hooks."""
+    for name in names:
+        if not getattr(model.get_submodule(name), _MARK, False):
+            raise ValueError(
+                f"{name} got an adapter under fake_quantized_experts, which would compute without the rounding; "
+                "close() it first, or leave the experts without an adapter"
+            )
 
 
 def export_released(model: Any, target: str | Path, *, dtype: torch.dtype | None = None, tokenizer: Any = None) -> Path:

@@ -14,8 +14,8 @@ from .watch import TrainingWatch
 class RouterWatch(TrainingWatch):
     """Counts what the routers choose, over all forward passes of training since the last `take`.
 
-    Padding never counts, and of a router's copies (adapters' `modules_to_save`) only the active one does. `loads[name]` [N + 1] int64 holds tokens by expert and, last, the places dropped beyond the
-    capacity.
+    Padding never counts, and of a router's copies (adapters' `modules_to_save`) only the active one does. `loads[name]`
+    [N + 1] int64 holds tokens by expert and, last, the places dropped beyond the capacity.
 
     Args:
         model: any model with K3 routers; without any nothing is counted.

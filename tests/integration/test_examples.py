@@ -38,6 +38,11 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return export_released(build(config), folder / "model", dtype=torch.bfloat16, tokenizer=K3Tokenizer.byte_level())
 
 
+def biases(model: Any) -> torch.Tensor:
+    """What balancing has moved."""
+    return torch.stack([p.detach() for name, p in model.named_parameters() if name.endswith("correction_bias")])
+
+
 def test_pretraining_goes_on_where_it_stopped_and_exports_a_release(
     toy: Path, tmp_path: Path, example: Callable[[str], dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -69,6 +74,30 @@ def test_pretraining_goes_on_where_it_stopped_and_exports_a_release(
     assert first[0] == 256 and len(first) <= 64
 
 
+def test_pretraining_refuses_before_it_begins(
+    tmp_path: Path, example: Callable[[str], dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    main = example("pretrain")["main"]
+    for words, message in (
+        (["--text", str(tmp_path)], "no .py file with text"),
+        (["--export", str(tmp_path)], "exists already"),
+    ):
+        with pytest.raises(SystemExit):
+            main([*words, "--output", str(tmp_path / "run")])
+        assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo"])
+def test_a_model_that_is_not_there_is_one_line(
+    name: str, tmp_path: Path, example: Callable[[str], dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("trl")
+    with pytest.raises(SystemExit):
+        example(name)["main"](["--model", str(tmp_path / "nowhere")])
+    assert f"error: --model {tmp_path / 'nowhere'}: " in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_sft_learns_only_what_the_assistant_says(
     toy: Path, tmp_path: Path, example: Callable[[str], dict[str, Any]]
 ) -> None:
@@ -82,6 +111,7 @@ def test_sft_learns_only_what_the_assistant_says(
     script["main"](["--model", str(toy), "--output", str(tmp_path / "sft"), "--max-steps", "2", "--examples", "8"])
     trained, before = (AutoModelForCausalLM.from_pretrained(path) for path in (tmp_path / "sft", toy))
     assert not torch.equal(trained.lm_head.weight, before.lm_head.weight.float())
+    assert not torch.equal(*(biases(model) for model in (trained, before)))
 
 
 def test_dpo_on_left_padded_pairs(toy: Path, tmp_path: Path, example: Callable[[str], dict[str, Any]]) -> None:
@@ -105,7 +135,8 @@ def test_dpo_on_left_padded_pairs(toy: Path, tmp_path: Path, example: Callable[[
         sums.append((chosen * spoken).sum(dim=1))
     assert within(sums[0], sums[1], "same_function_fp32")
     script["main"](["--model", str(toy), "--output", str(tmp_path / "dpo"), "--max-steps", "2", "--examples", "6"])
-    assert list((tmp_path / "dpo").glob("*.safetensors"))
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "dpo")
+    assert not torch.equal(biases(trained), biases(model))
 
 
 def test_lora_on_packed_experts(

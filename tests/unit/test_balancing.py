@@ -256,7 +256,7 @@ def test_what_is_refused() -> None:
 def test_numbers_and_a_loss_that_nothing_adds_are_refused() -> None:
     model = model_of()
     for rate in (0.0, -0.1, math.nan):
-        with pytest.raises(ValueError, match="rate=.*above 0"):
+        with pytest.raises(ValueError, match=r"rate=.*above 0"):
             RouterBalancer(model, "sign", rate=rate)
     with pytest.raises(ValueError, match=r"method='aux_loss' with config.router_balancing='quantile'"):
         RouterBalancer(model, "aux_loss")

@@ -1,5 +1,6 @@
 """Quantisation-aware training: the released grid in the forward pass, nothing of it anywhere else."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -183,12 +184,17 @@ def test_experts_under_an_adapter_are_refused_and_those_beside_one_are_not() -> 
     adapted = peft.get_peft_model(build(tiny_config(**WIDTHS)), lora_config("experts"))
     with pytest.raises(ValueError, match=r"experts.base_layer is under an adapter.*merge_and_unload"):
         fake_quantized_experts(adapted)
-    ids = token_ids(2, 9)
+    ids, later = token_ids(2, 9), build(tiny_config(**WIDTHS))
+    with fake_quantized_experts(later), pytest.raises(ValueError, match="experts got an adapter"):
+        logits(peft.get_peft_model(later, lora_config("experts")), ids)
+    logits(later, ids)
     for beside in (lora_config("attention"), lora_config("attention", modules_to_save=["experts"])):
         model = peft.get_peft_model(build(tiny_config(**WIDTHS)), beside)
         plain = logits(model, ids)
         with fake_quantized_experts(model):
             assert not torch.equal(logits(model, ids), plain)
+            # A copy keeps computing on the grid.
+            assert torch.equal(logits(copy.deepcopy(model), ids), logits(model, ids))
         assert torch.equal(logits(model, ids), plain)
 
 
