@@ -228,7 +228,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         panel.xaxis.set_minor_formatter(NullFormatter())
         panel.grid(alpha=0.3)
     panels[0].set_ylabel("milliseconds (median)")
-    panels[0].legend(fontsize=8)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center", fontsize=8)
     figure.suptitle(f"KDA, K = V = {WIDTH}, fp32, CPU")
     figure.savefig(path, dpi=130)
     pyplot.close(figure)

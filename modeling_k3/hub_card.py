@@ -26,7 +26,8 @@ _RELEASED_WIDTHS = {
     "routed_expert_hidden_size": 3584,
     "moe_intermediate_size": 3072,
 }
-_IS_RELEASE = re.compile(r"(^|/)kimi[-_]k3($|[-_./])", re.IGNORECASE)
+#: The last part of a path or of a name on the hub; a folder further up says nothing of the weights in it.
+_IS_RELEASE = re.compile(r"(^|/)kimi[-_]k3([-_.][^/]*)?/*$", re.IGNORECASE)
 
 _BODY = """
 # {title}
@@ -52,8 +53,8 @@ tokenizer = AutoTokenizer.from_pretrained("{repository}", trust_remote_code=True
 ```
 
 With the package `modeling_k3` installed, `import modeling_k3` first and leave `trust_remote_code` out: the installed
-code is used, and none of this repository's is run. These need the package: the CPU kernels, LoRA on packed experts, and
-the tools (`k3 chat`, `k3 convert`, `k3 doctor`, ...). Loading, generation, packed experts, training and saving do not.
+code is used, and none of this repository's is run. These need the package: LoRA on packed experts, and the tools
+(`k3 chat`, `k3 convert`, `k3 doctor`, ...). Loading, generation, packed experts, training and saving do not.
 
 ## Measured
 

@@ -128,9 +128,11 @@ class HubUpload:
             What the hub says about the commit.
 
         Raises:
-            ValueError, TypeError: an entry of `card` that is not allowed; before anything is created.
+            ValueError, TypeError: an entry of `card` that is not allowed, or a licence other than the one that binds;
+                before anything is created.
         """
         given = check_card(card)
+        _card_text(self, repo_id, given)
         api = HfApi(token=token)
         repo = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         wants_card = card is not None or not api.file_exists(repo, CARD_FILE, revision=_branch(revision))
@@ -201,9 +203,7 @@ def write_code(
     Raises:
         ValueError: the model's class is defined in a script, which has no file to take along; see `make_card`.
     """
-    source = source_folder(model)
-    derived = is_derived(model, source) if card.get("derived") is None else bool(card["derived"])
-    text = make_card(model, repository, auto_class_of(model), card, derived)
+    text, derived, source = _card_text(model, repository, card)
     if type(model).__module__ == "__main__" or not hasattr(sys.modules[type(model).__module__], "__file__"):
         raise ValueError(f"{type(model).__name__} has no file of its own to upload; put the class into a module")
     custom_object_save(model, folder)
@@ -215,6 +215,13 @@ def write_code(
         (folder / CARD_FILE).write_text(text, encoding="utf-8")
     if derived:
         _carry_notices(folder, source)
+
+
+def _card_text(model: nn.Module, repository: str, card: Mapping[str, Any]) -> tuple[str, bool, Path | None]:
+    """The card, whether the weights derive from the released ones, and the folder they were read from."""
+    source = source_folder(model)
+    derived = is_derived(model, source) if card.get("derived") is None else bool(card["derived"])
+    return make_card(model, repository, auto_class_of(model), card, derived), derived, source
 
 
 def _end_with(path: Path, tokenizer: Any) -> None:

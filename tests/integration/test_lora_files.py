@@ -21,8 +21,8 @@ from tests.models import build, max_diff, tiny_config, token_ids
 IDS = token_ids(2, 11)
 #: Logits reach 10: two orders of the same fp32 products.
 SAME = 2e-4
-#: Merged and taken out again: every weight is rounded twice more.
-TWICE = 1e-3
+#: In float64: merged and taken out again, every weight is rounded twice more.
+TWICE = 1e-9
 ALL = pytest.mark.parametrize("storage", STORAGES)
 
 
@@ -106,17 +106,18 @@ def test_every_way_of_loading(tmp_path: Path) -> None:
 
 
 def test_merged_and_taken_out_again_dense() -> None:
-    model = adapted("dense", "all")
+    # Adding and taking away again rounds twice; in float64 that cannot be taken for something else.
+    model = adapted("dense", "all").double()
     with model.disable_adapter():
         base = logits(model)
     expected = logits(model)
     model.merge_adapter()
-    assert max_diff(logits(model), expected) < SAME
+    assert max_diff(logits(model), expected) < TWICE
     model.unmerge_adapter()
     assert max_diff(logits(model), expected) < TWICE
     merged = model.merge_and_unload(safe_merge=True)
     assert not any("lora" in name for name, _ in merged.named_modules())
-    assert max_diff(logits(merged), expected) < SAME < max_diff(base, expected)
+    assert max_diff(logits(merged), expected) < TWICE < SAME < max_diff(base, expected)
 
 
 def test_a_merged_model_that_is_disabled_is_the_base() -> None:
