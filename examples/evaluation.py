@@ -1,4 +1,4 @@
-"""lm-evaluation-harness on two tasks made on the spot, without a network. Needs: pip install lm-eval
+"""lm-evaluation-harness on two tasks made on the spot, without a network. Needs: pip install -e '.[eval]'
 
 python examples/evaluation.py --limit 20
 """
@@ -10,14 +10,20 @@ import sysconfig
 from pathlib import Path
 
 import torch
-from datasets import Dataset, DatasetDict
-from lm_eval import simple_evaluate
-from lm_eval.api.task import ConfigurableTask
-from lm_eval.models.huggingface import HFLM
 from real_text import questions
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import modeling_k3  # noqa: F401  tells the Auto classes what K3 is
+
+try:
+    from datasets import Dataset, DatasetDict
+    from lm_eval import simple_evaluate
+    from lm_eval.api.task import ConfigurableTask
+    from lm_eval.models.huggingface import HFLM
+except ModuleNotFoundError as error:
+    raise SystemExit(
+        f"No module named {error.name!r}; lm-evaluation-harness comes with: pip install -e '.[eval]'"
+    ) from None
 
 
 def held_out(model: str) -> list[dict[str, str]]:

@@ -5,6 +5,7 @@ import json
 import platform
 import shutil
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -268,6 +269,8 @@ def _measure(options: DemoOptions, corpus: Corpus, progress: dict[str, Any], con
         "continuation": continue_text(model, tokenizer, options.prompt, options.settings.seed),
         "memory": {"peak_bytes": peak_memory()},
         "threads": torch.get_num_threads(),
+        "machine": f"{platform.system()} {platform.machine()}, CPU threads: {torch.get_num_threads()}",
+        "date": date.today().isoformat(),
         "files": {"model": str(options.model), "curve": str(options.out / "loss.png")},
         "curve": progress["curve"],
     }

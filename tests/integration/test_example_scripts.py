@@ -106,7 +106,8 @@ def test_push_to_hub_uploads_what_was_shown(tmp_path: Path, example: Callable[[s
     assert json.loads(files["config.json"])["auto_map"]["AutoModelForCausalLM"] == "modeling_k3.K3ForCausalLM"
     row = rb"\| bits per byte of held-out text \| 1\.744 \| k3 demo --all --model pico \| \w.+ \| \d{4}-\d\d-\d\d \|"
     assert re.search(row, files["README.md"])
-    assert not [name for name, data in files.items() if str(ROOT).encode() in data or str(tmp_path).encode() in data]
+    for path in (EXAMPLES.parent, tmp_path, Path.home()):
+        assert not [name for name, data in files.items() if f"{path}/".encode() in data], path
 
 
 def test_evaluation_agrees_with_the_model(
@@ -130,6 +131,14 @@ def test_evaluation_agrees_with_the_model(
             nats += model(ids, labels=ids).loss.item() * (ids.shape[1] - 1)
         size += len(row["page"].encode())
     assert found["bits_per_byte"] == pytest.approx(nats / size / math.log(2), abs=1e-3)
+
+
+def test_evaluation_without_the_harness_says_what_to_install(
+    example: Callable[[str], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(SystemExit, match=r"lm_eval.*pip install -e '\.\[eval\]'$"):
+        example("evaluation")
 
 
 def test_pictures_of_attention_depth_and_experts(
