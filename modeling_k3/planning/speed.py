@@ -142,7 +142,7 @@ def _disk(folder: Path) -> float:
 
 
 def _memory() -> float:
-    matrices = [torch.zeros(4096, 4096, dtype=torch.bfloat16) for _ in range(6)]
+    matrices = [torch.zeros(4096, 4096, dtype=torch.bfloat16) for _ in range(3)]
     x = torch.ones(1, 4096, dtype=torch.bfloat16)
     seconds = _best(lambda: [nn.functional.linear(x, matrix) for matrix in matrices], 5)
     return sum(matrix.nbytes for matrix in matrices) / seconds
