@@ -209,6 +209,7 @@ def complain(
     unknown: Iterable[str] = (),
     shape: Iterable[str] = (),
     unlisted: Iterable[str] = (),
+    way_out: str = "strict=False keeps the library's behaviour (random values for what is missing, the rest ignored)",
 ) -> None:
     """Raise ValueError that names the first few tensors of every kind of trouble; do nothing if there is none."""
     kinds = {"missing": missing, "unknown": unknown, "of another shape": shape, "not in the index": unlisted}
@@ -218,10 +219,7 @@ def complain(
         if names:
             problems.append(f"{len(names)} {what}: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}")
     if problems:
-        raise ValueError(
-            f"checkpoint {str(path)!r} does not fit the model; tensors {'; '.join(problems)}. "
-            "strict=False keeps the library's behaviour (random values for what is missing, the rest ignored)"
-        )
+        raise ValueError(f"checkpoint {str(path)!r} does not fit the model; tensors {'; '.join(problems)}. {way_out}")
 
 
 def add_variant(name: str, variant: str | None) -> str:

@@ -246,9 +246,11 @@ def check_plan(plan: Plan, model: nn.Module, state: LoadState) -> LoadStateDictI
             for name, stored, needed in plan.shape
             if not may_be_new(name, model)
         ]
-        complain(state.path, missing=missing, unknown=plan.unknown, shape=shapes, unlisted=plan.unlisted)
+        more = {"way_out": "Experts must be there as a whole, strict or not"} if halves else {}
+        complain(state.path, missing=missing, unknown=plan.unknown, shape=shapes, unlisted=plan.unlisted, **more)
     elif halves or any(EXPERT.fullmatch(canonical(name)) for name, _, _ in plan.shape):
-        complain(state.path, missing=halves, shape=[name for name, _, _ in plan.shape])
+        way_out = "Experts that are partly there are refused with strict=False as well"
+        complain(state.path, missing=halves, shape=[name for name, _, _ in plan.shape], way_out=way_out)
     return LoadStateDictInfo(
         missing_keys={*plan.missing, *plan.tied},
         unexpected_keys={*plan.unknown, *plan.unlisted},

@@ -142,6 +142,26 @@ def _is_inside(name: str, owner: str) -> bool:
     return name != owner and (owner == "" or name.startswith(f"{owner}."))
 
 
+def check_covers(model: nn.Module, device_map: Mapping[str, Any]) -> None:
+    """Refuse a device map that has no place for some parameter.
+
+    Raises:
+        ValueError: names the first few parameters.
+    """
+    # A tied head goes where the embedding goes.
+    tied = getattr(model, "_tied_weights_keys", None) or {} if model.config.tie_word_embeddings else {}
+    homeless = [
+        name
+        for name, _ in model.named_parameters()
+        if name not in tied and not any(name == key or _is_inside(name, key) for key in device_map)
+    ]
+    if homeless:
+        raise ValueError(
+            f"device_map={dict(device_map)!r} has no place for {len(homeless)} parameters: {', '.join(homeless[:3])}"
+            f"{', ...' if len(homeless) > 3 else ''}; the key '' places all that no other key does"
+        )
+
+
 def disjoint(model: nn.Module, device_map: Mapping[str, Any]) -> dict[str, Any]:
     """Cut a nested device map into one whose modules lie side by side: for every module its longest key counts.
 

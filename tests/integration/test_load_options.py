@@ -64,6 +64,12 @@ def test_the_longest_key_counts() -> None:
     assert [is_nested(each) for each in ({"a": 0, "ab": 1}, {"": 0}, "auto", None)] == [False] * 4
 
 
+@pytest.mark.parametrize("device_map", [{"nonsense": "cpu"}, {"model.layers.0": "cpu"}, {"model": "cpu"}, {}])
+def test_a_map_has_a_place_for_everything(device_map: dict) -> None:
+    with pytest.raises(ValueError, match=r"has no place for \d+ parameters: \S+.*; the key ''"):
+        K3ForCausalLM.from_pretrained(released(), device_map=device_map)
+
+
 @pytest.mark.parametrize("storage", ["packed", "mapped", "dense"])
 @pytest.mark.parametrize(
     "device_map",
