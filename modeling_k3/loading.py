@@ -20,7 +20,7 @@ from .expert_pages import ENDINGS, ExpertPages
 from .experts import iter_experts
 from .load_plan import Place, Plan, expert_name, stored_kind
 from .mxfp4 import GROUP, decode, encode
-from .placement import LoadState, uses_accelerator
+from .placement import LoadState, check_covers, uses_accelerator
 from .stored_bits import from_stored
 
 logger = logging.get_logger(__name__)
@@ -34,8 +34,12 @@ def fill(model: nn.Module, plan: Plan, load_config: Any, state: LoadState) -> No
         plan: checked.
         load_config: the library's: device map, dtype and the names kept in float32.
         state: `state.disk` receives what stays on disk.
+
+    Raises:
+        ValueError: the device map has no place for some parameter.
     """
-    device_map = load_config.device_map or {"": "cpu"}
+    device_map = {"": "cpu"} if load_config.device_map is None else load_config.device_map
+    check_covers(model, device_map)
     for name, module in iter_experts(model):
         places = plan.experts.get(layer_of(canonical(name) + "."))
         if not places:

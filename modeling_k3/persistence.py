@@ -23,7 +23,6 @@ from .loading import fill, report_vision
 from .placement import (
     LoadState,
     apply_storage,
-    check_covers,
     collecting_later,
     current_load,
     disjoint,
@@ -117,12 +116,10 @@ class K3Persistence(HubUpload, WeightReport, PreTrainedModel):
                 subfolder = kwargs.get("subfolder") or ""
                 state.checkpoint = Checkpoint.from_directory(path, subfolder, kwargs.get("variant"))
             kwargs["use_safetensors"] = True
-            if isinstance(state.device_map, dict) and set(state.device_map) != {""} and config is not None:
+            if is_nested(state.device_map) and config is not None:
                 with torch.device("meta"):
                     shell = cls(copy.deepcopy(config))
-                check_covers(shell, state.device_map)
-                if is_nested(state.device_map):
-                    kwargs["device_map"] = state.device_map = disjoint(shell, state.device_map)
+                kwargs["device_map"] = state.device_map = disjoint(shell, state.device_map)
         else:
             _check_library_can(cls, path, config, state, kwargs)
         if quantization_config is not None:
