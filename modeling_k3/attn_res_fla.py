@@ -5,15 +5,14 @@ silence. The kernel is tried once on each device and dtype before it is trusted,
 """
 
 import functools
-import importlib.metadata
-import inspect
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from transformers.utils import logging
 
-from .kda_fla import OLDEST_VERSION, SUPPORTED_DEVICES, numbers
+from .kda_check import relative_error
+from .kda_fla import SUPPORTED_DEVICES, find_function
 from .kda_verdicts import Verdict, read_verdict, verdict_key, write_verdict
 
 _ARGUMENTS = {"query", "residuals", "rms_weight", "rms_eps", "return_weights"}
@@ -27,18 +26,7 @@ _left: dict[str, str] = {}
 @functools.cache
 def find_fused_mix() -> Callable[..., tuple[Tensor, Tensor]] | str:
     """Import the kernel, or say why it cannot be used."""
-    try:
-        from fla.ops.attnres import fused_attnres
-    except (ImportError, AttributeError, RuntimeError) as error:
-        return f"fla's AttnRes kernel cannot be imported ({type(error).__name__}: {error})"
-    try:
-        version = importlib.metadata.version("fla-core")
-    except importlib.metadata.PackageNotFoundError:
-        version = ""
-    if numbers(version) < OLDEST_VERSION:
-        return f"fla {version or 'of unknown version'} is too old"
-    missing = sorted(_ARGUMENTS - set(inspect.signature(fused_attnres).parameters))
-    return f"fla {version}: fused_attnres does not know {missing}" if missing else fused_attnres
+    return find_function("fla.ops.attnres:fused_attnres", _ARGUMENTS)
 
 
 def try_fused_mix(
@@ -86,7 +74,7 @@ def probe_fused_mix(device: torch.device, dtype: torch.dtype, *, again: bool = F
     keys = values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + 1e-5) * gain.double()
     true_p = (keys @ query.double()).softmax(0)
     true_h = (true_p.unsqueeze(-1) * values).sum(0)
-    errors = [_relative(h, true_h), _relative(p, true_p.movedim(0, -1))]
+    errors = [relative_error(h, true_h), relative_error(p, true_p.movedim(0, -1))]
     passed = max(errors) <= _LIMITS[dtype]
     verdict = Verdict(passed, "agrees with float64" if passed else f"off by {max(errors):.1e}")
     write_verdict(key, verdict)
@@ -105,12 +93,6 @@ def _call(sources: Sequence[Tensor], query: Tensor, key_gain: Tensor, eps: float
     sources = [source.contiguous() for source in sources]
     h, p = kernel(query, sources, key_gain, rms_eps=eps, return_weights=True)
     return h, p.float().movedim(0, -1)
-
-
-def _relative(found: Tensor, true: Tensor) -> float:
-    if found.shape != true.shape or not found.isfinite().all():
-        return float("inf")
-    return ((found.double() - true).norm() / true.norm()).item()
 
 
 def _leave(reason: str, *, warn: bool = False) -> None:

@@ -4,16 +4,14 @@ Used for what stands around the recurrence, the gated norm and the short convolu
 version and a signature that are known, on a device where it was compared with torch once, forward and gradients.
 """
 
-import importlib
-import importlib.metadata
-import inspect
 from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 from transformers.utils import logging
 
-from .kda_fla import OLDEST_VERSION, SUPPORTED_DEVICES, numbers
+from .kda_check import relative_error
+from .kda_fla import SUPPORTED_DEVICES, find_function
 from .kda_verdicts import Verdict, read_verdict, verdict_key, write_verdict
 from .precision import no_autocast
 
@@ -53,23 +51,8 @@ class FusedKernel:
     def find(self) -> Callable[..., object] | str:
         """Import the kernel, or say why it cannot be used; looked up once."""
         if self._found is None:
-            self._found = self._look_up()
+            self._found = find_function(self._place, self._arguments)
         return self._found
-
-    def _look_up(self) -> Callable[..., object] | str:
-        module, _, name = self._place.partition(":")
-        try:
-            function = getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError, RuntimeError) as error:
-            return f"fla's kernel cannot be imported ({type(error).__name__}: {error})"
-        try:
-            version = importlib.metadata.version("fla-core")
-        except importlib.metadata.PackageNotFoundError:
-            version = ""
-        if numbers(version) < OLDEST_VERSION:
-            return f"fla {version or 'of unknown version'} is older than {'.'.join(map(str, OLDEST_VERSION))}"
-        missing = sorted(self._arguments - set(inspect.signature(function).parameters))
-        return f"fla {version}: {name} does not know {missing}" if missing else function
 
     def try_call(self, dtype: torch.dtype, *tensors: Tensor, **options: float) -> Tensor | None:
         """Return the result by the kernel, or None where it cannot serve this call; a kernel that fails is left.
@@ -112,7 +95,7 @@ class FusedKernel:
             tensors = [x.to(device) for x in self._example(dtype)]
             results = _with_gradients(lambda *x: self._call(found, *x), tensors)
             true = _with_gradients(self._plain, [x.double() for x in tensors])
-        errors = [_relative(x, y) for x, y in zip(results, true, strict=True)]
+        errors = [relative_error(x, y) for x, y in zip(results, true, strict=True)]
         forward, backward = LIMITS[dtype]
         verdict = Verdict(True, "agrees with float64")
         if not errors[0] <= forward:
@@ -138,10 +121,3 @@ def _with_gradients(function: Callable[..., Tensor], tensors: Iterable[Tensor]) 
     # Numbers of bfloat16, so that no form loses them on the way back.
     weights = torch.linspace(-1, 1, y.shape[-1], device=y.device).bfloat16()
     return [y, *torch.autograd.grad(y, leaves, weights.to(y.dtype).expand_as(y).contiguous())]
-
-
-def _relative(found: Tensor, true: Tensor) -> float:
-    """Relative RMS error; infinite where something is not finite."""
-    if found.shape != true.shape or not found.isfinite().all():
-        return float("inf")
-    return ((found.double() - true).norm() / true.norm().clamp_min(1e-30)).item()

@@ -94,7 +94,7 @@ def compare(path: Path, case: Case, *, gradients: bool = True) -> Finding:
 
     truth = evaluate(recurrent_kda, [x.double() for x in case.inputs])
     for name, found, true in zip(_LIMIT_OF, evaluate(path, case.inputs), truth, strict=False):
-        error = _relative(found, true)
+        error = relative_error(found, true)
         finding.errors[name] = error
         limit = LIMITS[case.dtype][_LIMIT_OF[name]]
         if not error <= limit:
@@ -105,7 +105,7 @@ def compare(path: Path, case: Case, *, gradients: bool = True) -> Finding:
     return finding
 
 
-def _relative(found: Tensor, true: Tensor) -> float:
+def relative_error(found: Tensor, true: Tensor) -> float:
     """Relative RMS error; infinite where something is not finite."""
     if found.shape != true.shape or not found.isfinite().all():
         return float("inf")

@@ -5,10 +5,12 @@ is made only with a version and signatures that are known, and never in a window
 """
 
 import functools
+import importlib
 import importlib.metadata
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,18 +42,14 @@ class Kernels:
 @functools.cache
 def find_kernels() -> Kernels | str:
     """Import fla's kernels, or say why they cannot be used. Imported only when a tensor could use them."""
-    try:
-        from fla.ops.kda import chunk_kda, fused_recurrent_kda
-    except (ImportError, AttributeError, RuntimeError) as error:
-        return f"fla's kernels cannot be imported ({type(error).__name__}: {error})"
+    found = []
+    for name, extra in (("chunk_kda", {"safe_gate"}), ("fused_recurrent_kda", set())):
+        function = find_function(f"fla.ops.kda:{name}", _ARGUMENTS | extra)
+        if isinstance(function, str):
+            return function
+        found.append(function)
     version = _installed("fla-core", "flash-linear-attention")
-    if numbers(version) < OLDEST_VERSION:
-        return f"fla {version or 'of unknown version'} is older than {'.'.join(map(str, OLDEST_VERSION))}"
-    for function, extra in ((chunk_kda, {"safe_gate"}), (fused_recurrent_kda, set())):
-        missing = sorted((_ARGUMENTS | extra) - set(inspect.signature(function).parameters))
-        if missing:
-            return f"fla {version}: {function.__name__} does not know {missing}"
-    return Kernels(version, numbers(_installed("triton")), chunk_kda, fused_recurrent_kda)
+    return Kernels(version, numbers(_installed("triton")), *found)
 
 
 def refusal(q: Tensor, lower_bound: float | None, needs_grad: bool, dtype: torch.dtype) -> str | None:
@@ -118,6 +116,25 @@ def fla_kda(
     streams = (x.to(dtype).contiguous() for x in (q, k, v))
     o, final = kernel(*streams, log_decay.float().contiguous(), beta.float().contiguous(), **options)
     return o.float(), final.float()
+
+
+def find_function(place: str, arguments: Collection[str]) -> Callable[..., Any] | str:
+    """Import one function of fla, or say why it cannot be used: missing, too old, or without an argument.
+
+    Args:
+        place: module and name, "fla.modules.x:function".
+        arguments: names that it must know.
+    """
+    module, _, name = place.partition(":")
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, RuntimeError) as error:
+        return f"fla's kernels cannot be imported ({type(error).__name__}: {error})"
+    version = _installed("fla-core", "flash-linear-attention")
+    if numbers(version) < OLDEST_VERSION:
+        return f"fla {version or 'of unknown version'} is older than {'.'.join(map(str, OLDEST_VERSION))}"
+    missing = sorted(set(arguments) - set(inspect.signature(function).parameters))
+    return f"fla {version}: {name} does not know {missing}" if missing else function
 
 
 def is_hopper(device: torch.device) -> bool:
