@@ -7,6 +7,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
+from modeling_k3.training.plot import running_mean
+
 _INK, _QUIET, _GRID = "#22262e", "#7d8590", "#e9ebee"
 _TRAIN, _HELD_OUT, _REFERENCE = "#a9c1de", "#1f5fa8", "#c4622d"
 
@@ -41,7 +43,7 @@ def draw_curve(
     last = max(point[column] for point in held_out)
     at, bits = [point[column] for point in train], [point[2] for point in train]
     axes.plot(at, bits, color=_TRAIN, linewidth=0.6, alpha=0.45)
-    axes.plot(at, _smooth(bits), color=_TRAIN, linewidth=1.8)
+    axes.plot(at, running_mean(bits, 0.9), color=_TRAIN, linewidth=1.8)
     axes.plot(
         [point[column] for point in held_out],
         [point[2] for point in held_out],
@@ -62,7 +64,7 @@ def draw_curve(
         (held_out[-1][2], "held-out sample, short pieces", _HELD_OUT, "normal"),
     ]
     if bits:
-        labels.append((_smooth(bits)[-1], "training", "#6f93bd", "normal"))
+        labels.append((running_mean(bits, 0.9)[-1], "training", "#6f93bd", "normal"))
     labels += [(level, name, _REFERENCE, "normal") for name, level in references.items()]
     _label_ends(axes, last, labels)
     axes.set_xlabel("step" if by_step else "seconds of training", color=_QUIET, fontsize=9)
@@ -72,16 +74,6 @@ def draw_curve(
         note, (0, 1), xycoords="axes fraction", xytext=(0, 10), textcoords="offset points", color=_QUIET, fontsize=8.5
     )
     figure.savefig(path)
-
-
-def _smooth(values: Sequence[float], memory: float = 0.9) -> list[float]:
-    """Running mean with a start that is not pulled towards zero."""
-    result: list[float] = []
-    mean = weight = 0.0
-    for value in values:
-        mean, weight = memory * mean + (1 - memory) * value, memory * weight + (1 - memory)
-        result.append(mean / weight)
-    return result
 
 
 def _label_ends(axes: Axes, last: float, labels: Sequence[tuple[float, str, str, str]]) -> None:

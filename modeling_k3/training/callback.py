@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import logging
 
 from .balancing import RouterBalancer, check_balancing
 from .depth_stats import DepthWatch, summarise_depth
 from .plot import draw_training
+from .reporting import ReportingCallback
 from .router_stats import summarise
 
 logger = logging.get_logger(__name__)
@@ -27,7 +28,7 @@ logger = logging.get_logger(__name__)
 _DRAWING_SHARE = 0.05
 
 
-class K3TrainingCallback(TrainerCallback):
+class K3TrainingCallback(ReportingCallback):
     """Moves the routers' biases after every optimizer step, and logs how routing and depth develop.
 
     The bias moves once for all micro-batches of a step. Nothing is moved or counted while evaluating.
@@ -50,15 +51,8 @@ class K3TrainingCallback(TrainerCallback):
         #: What the last entry of the log summarises, by router and by mix.
         self.routers: dict[str, dict[str, Any]] = {}
         self.mixes: dict[str, dict[str, float]] = {}
-        self._is_attached, self._drawn_until, self._drawing_took = False, 0.0, 0.0
+        self._drawn_until, self._drawing_took = 0.0, 0.0
         self._is_drawn = True
-
-    def attach(self, trainer: Trainer) -> "K3TrainingCallback":
-        """Join `trainer`, or move to its front, so that its reporters (TensorBoard, ...) see the figures as well."""
-        others = [callback for callback in trainer.callback_handler.callbacks if callback is not self]
-        trainer.callback_handler.callbacks = [self, *others]
-        self._is_attached = True
-        return self
 
     def on_train_begin(
         self,
@@ -70,7 +64,7 @@ class K3TrainingCallback(TrainerCallback):
     ) -> None:
         """Begin to watch."""
         self._close()
-        if args.report_to and not self._is_attached:
+        if args.report_to and not self.is_attached:
             logger.warning(
                 f"report_to={args.report_to}: reporters do not see the routers' and depth's figures; "
                 "K3TrainingCallback(...).attach(trainer) lets them"
@@ -96,9 +90,7 @@ class K3TrainingCallback(TrainerCallback):
         if self.balancer is None or logs is None or "loss" not in logs:
             return
         self.routers, self.mixes = self.balancer.take(), self.depth.take()
-        figures = {**summarise(self.routers), **summarise_depth(self.mixes)}
-        for entry in (logs, state.log_history[-1]):
-            entry.update(figures)
+        self.report(logs, state, {**summarise(self.routers), **summarise_depth(self.mixes)})
         self._is_drawn = False
         if time.perf_counter() - self._drawn_until >= self._drawing_took * (1 / _DRAWING_SHARE - 1):
             self._draw(args, state)

@@ -96,7 +96,7 @@ def _lines(
         marker = "o" if len(steps) < 4 else None
         if smooth and index == 0 and len(steps) > 20:
             axes.plot(steps, values, color=_PALE, linewidth=1)
-            values = _running_mean(values)
+            values = running_mean(values)
         axes.plot(steps, values, color=color, linewidth=1.8, marker=marker, markersize=4, label=label)
     _dress(axes, title)
     axes.set_xlabel("step", color=_QUIET)
@@ -109,7 +109,7 @@ def _lines(
     axes.legend(frameon=False, fontsize=9)
 
 
-def _running_mean(values: Sequence[float], memory: float = 0.8) -> list[float]:
+def running_mean(values: Sequence[float], memory: float = 0.8) -> list[float]:
     """Running mean with a start that is not pulled towards zero."""
     result: list[float] = []
     mean = weight = 0.0

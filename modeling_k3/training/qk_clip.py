@@ -15,9 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from modeling_k3.attention_span import AttentionSpan
+
+from .reporting import ReportingCallback
 
 _TILE = 512
 
@@ -147,7 +149,7 @@ def _largest_logits(attention: nn.Module, query: Tensor, pair: Tensor, latent: T
     return largest
 
 
-class QKClipCallback(TrainerCallback):
+class QKClipCallback(ReportingCallback):
     """`QKClip` in the library's Trainer and in those built on it.
 
     The log gets the largest `qk_max_logit` and `qk_clipped_heads` of all steps since its last entry; reporters get them
@@ -165,12 +167,6 @@ class QKClipCallback(TrainerCallback):
         self.threshold = threshold
         self._clip: QKClip | None = None
         self._figures: dict[str, float] = {}
-
-    def attach(self, trainer: Trainer) -> "QKClipCallback":
-        """Join `trainer`, or move to its front, so that its reporters (TensorBoard, ...) see the figures as well."""
-        others = [callback for callback in trainer.callback_handler.callbacks if callback is not self]
-        trainer.callback_handler.callbacks = [self, *others]
-        return self
 
     def on_train_begin(
         self,
@@ -203,8 +199,7 @@ class QKClipCallback(TrainerCallback):
     ) -> None:
         """Add the figures since the last entry to an entry about training."""
         if logs is not None and "loss" in logs:
-            for entry in (logs, state.log_history[-1]):
-                entry.update(self._figures)
+            self.report(logs, state, self._figures)
             self._figures = {}
 
     def on_train_end(
