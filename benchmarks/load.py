@@ -40,28 +40,11 @@ COLUMNS = {
 
 def make(directory: Path, layers: int) -> None:
     """Write the checkpoint: 64 experts of 1024 x 1024 x 1024 in all layers but the first."""
-    from modeling_k3 import K3Config
+    from benchmarks.miniature import miniature
     from modeling_k3.conversion.tiny import make_tiny
 
-    config = K3Config(
-        vocab_size=32768,
-        hidden_size=1024,
-        intermediate_size=4096,
-        num_hidden_layers=layers,
-        attn_res_block_size=4,
-        linear_attn_config={"num_heads": 8, "head_dim": 128},
-        num_attention_heads=8,
-        q_lora_rank=512,
-        kv_lora_rank=256,
-        qk_nope_head_dim=64,
-        qk_rope_head_dim=32,
-        v_head_dim=64,
-        num_experts=64,
-        num_experts_per_token=4,
-        moe_intermediate_size=1024,
-        routed_expert_hidden_size=1024,
-        dtype="bfloat16",
-    )
+    sizes = {"vocab_size": 32768, "intermediate_size": 4096, "num_experts": 64, "num_experts_per_token": 4}
+    config = miniature(layers, **sizes)
     make_tiny(directory, config, tokens=0, max_shard_size="500MB")
 
 

@@ -34,6 +34,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from benchmarks.measure import counters, machine, memory  # noqa: E402
+from benchmarks.miniature import miniature  # noqa: E402
 from modeling_k3 import K3Cache, K3Config, K3ForCausalLM  # noqa: E402
 from modeling_k3.conversion.tiny import make_tiny  # noqa: E402
 from modeling_k3.experts import iter_experts  # noqa: E402
@@ -58,25 +59,8 @@ print("seconds per token:", (time.perf_counter() - start) / 4)
 
 def config(layers: int) -> K3Config:
     """The miniature: 96 experts of 1024 x 1024 x 1024 (1.7 MB packed) in all layers but the first."""
-    return K3Config(
-        vocab_size=4096,
-        hidden_size=1024,
-        intermediate_size=2048,
-        num_hidden_layers=layers,
-        attn_res_block_size=4,
-        linear_attn_config={"num_heads": 8, "head_dim": 128},
-        num_attention_heads=8,
-        q_lora_rank=512,
-        kv_lora_rank=256,
-        qk_nope_head_dim=64,
-        qk_rope_head_dim=32,
-        v_head_dim=64,
-        num_experts=96,
-        num_experts_per_token=8,
-        moe_intermediate_size=1024,
-        routed_expert_hidden_size=1024,
-        dtype="bfloat16",
-    )
+    sizes = {"vocab_size": 4096, "intermediate_size": 2048, "num_experts": 96, "num_experts_per_token": 8}
+    return miniature(layers, **sizes)
 
 
 def make(folder: Path, layers: int) -> Path:

@@ -6,13 +6,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from peft import get_peft_model
 from torch import Tensor, nn
 
 from modeling_k3 import K3ForCausalLM, mxfp4
+from modeling_k3.adapters import lora_config
 from tests.checkpoints import released
+from tests.models import build, tiny_config, token_ids
 
 STORAGES = ("dense", "packed", "mapped")
+ALL = pytest.mark.parametrize("storage", STORAGES)
+IDS = token_ids(2, 11)
+#: Logits reach 10: two orders of the same fp32 products.
+SAME = 2e-4
 
 
 class UnstackedExpert(nn.Module):
@@ -58,6 +66,32 @@ def load(storage: str | None, dtype: torch.dtype = torch.float32, path: Path | N
     model = K3ForCausalLM.from_pretrained(path or released(), expert_storage=storage, dtype=dtype)
     # The committed checkpoint's head is that of a trained model; nothing here depends on its values.
     return model.eval()
+
+
+def adapted(storage: str | None, preset: Any = ("attention", "experts"), **options: Any) -> Any:
+    """A tiny model (None) or the committed checkpoint, with random factors."""
+    model = build(tiny_config()) if storage is None else load(storage)
+    model = get_peft_model(model, lora_config(preset, r=3, **options))
+    fill(model)
+    return model.eval()
+
+
+@torch.no_grad()
+def logits(model: nn.Module) -> Tensor:
+    return model(input_ids=IDS, use_cache=False).logits
+
+
+def three_losses(model: nn.Module, lr: float, ids: Tensor = IDS) -> list[float]:
+    """Train the factors for three steps; the loss before each."""
+    optimizer = torch.optim.SGD(factors(model).values(), lr=lr)
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model.train()(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
 
 
 @torch.no_grad()

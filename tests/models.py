@@ -172,6 +172,17 @@ def token_ids(batch: int, length: int, seed: int = 0, high: int = 157) -> Tensor
     return torch.randint(0, high, (batch, length), generator=torch.Generator().manual_seed(1000 + seed))
 
 
+class Rows(torch.utils.data.Dataset):
+    """Sixteen rows of ten random tokens."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        row = token_ids(1, 10, seed=index)[0]
+        return {"input_ids": row, "labels": row}
+
+
 def max_diff(a: Tensor, b: Tensor) -> float:
     """Largest absolute difference; infinity where one is not finite or the shapes differ."""
     if a.shape != b.shape:

@@ -1,4 +1,4 @@
-"""Small text and a small model for the tests of the demo."""
+"""Small text and small models that several files share."""
 
 import shutil
 import sysconfig
@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.models import tiny_config
+from modeling_k3 import K3ForCausalLM, K3Tokenizer
+from tests.models import build, tiny_config
+from tests.uploads import BYTES
 
 
 @pytest.fixture(scope="module")
@@ -25,3 +27,16 @@ def preset(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("preset")
     tiny_config(layers="KM", hidden_size=32, vocab_size=512).save_pretrained(folder)
     return str(folder)
+
+
+@pytest.fixture(scope="module")
+def byte_model() -> K3ForCausalLM:
+    return build(tiny_config(**BYTES)).requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def uploaded(byte_model: K3ForCausalLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with everything that an upload has."""
+    path = tmp_path_factory.mktemp("upload") / "my-k3"
+    byte_model.save_pretrained(path, with_code=True, tokenizer=K3Tokenizer.byte_level())
+    return path

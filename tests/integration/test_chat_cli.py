@@ -3,27 +3,26 @@
 import functools
 import json
 import runpy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from typer.testing import CliRunner
 
 from modeling_k3 import K3ForCausalLM
 from modeling_k3.chat_reader import ParsedCall
 from modeling_k3.cli import app
 from modeling_k3.demo import UserError
-from modeling_k3.terminal.loop import ChatLoop
-from modeling_k3.terminal.screen import Screen
 from modeling_k3.terminal.session import ChatSession, ChatSettings
 from modeling_k3.terminal.start import load, sampling
-from modeling_k3.terminal.tools import Toolbox, load_tools
+from modeling_k3.terminal.tools import load_tools
+from tests import chat_loop
 from tests.chat_data import toy_tokenizer
 from tests.layout_source import ROOT
 from tests.models import randomize, tiny_config
+
+talk = functools.partial(chat_loop.talk, with_styles=True)
 
 TOKENIZER = toy_tokenizer()
 END = "<|close|>response<|sep|><|close|>message<|sep|><|end_of_msg|>"
@@ -164,23 +163,6 @@ def test_other_options_start_over_and_an_error_changes_nothing(session: ChatSess
     with pytest.raises(ValueError, match="no name"):
         session.reply(lambda event: None)
     assert session.cached_tokens == held and len(session.messages) == count + 1
-
-
-def talk(session: ChatSession, lines: list[str], toolbox: Toolbox | None = None) -> str:
-    """Run the loop on given lines; returns what was shown, with its styles."""
-    console = Console(width=100, force_terminal=True, color_system="standard", highlight=False)
-    toolbox = toolbox or Toolbox()
-    session.configure(tools=toolbox.declarations)
-    waiting: Iterator[str] = iter(lines)
-
-    def read(prompt: str) -> str:
-        for line in waiting:
-            return line
-        raise EOFError
-
-    with console.capture() as captured:
-        ChatLoop(session, Screen(console), toolbox, read).run()
-    return captured.get()
 
 
 def test_reasoning_is_dimmed_and_control_characters_are_shown(session: ChatSession, scripted: Scripted) -> None:

@@ -6,31 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from modeling_k3 import K3ForCausalLM, K3Tokenizer
+from modeling_k3 import K3ForCausalLM
 from tests.checkpoints import released
 from tests.hub_server import Hub, serve
 from tests.layout_source import ROOT
-from tests.models import build, tiny_config
-from tests.uploads import BLOCKED, BYTES, USE, ask, check_answer, own_entries, run
+from tests.uploads import BLOCKED, USE, ask, check_answer, own_entries, run
 
 
 @pytest.fixture(scope="module")
 def hub() -> Iterator[Hub]:
     with serve() as server:
         yield server
-
-
-@pytest.fixture(scope="module")
-def tiny() -> K3ForCausalLM:
-    return build(tiny_config(**BYTES)).requires_grad_(False)
-
-
-@pytest.fixture(scope="module")
-def saved(tiny: K3ForCausalLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with everything that an upload has."""
-    path = tmp_path_factory.mktemp("upload") / "my-k3"
-    tiny.save_pretrained(path, with_code=True, tokenizer=K3Tokenizer.byte_level())
-    return path
 
 
 PUSH = """
@@ -45,23 +31,23 @@ PUSH = """
 """
 
 
-def test_push_pull_load(hub: Hub, tiny: K3ForCausalLM, saved: Path, tmp_path: Path) -> None:
+def test_push_pull_load(hub: Hub, byte_model: K3ForCausalLM, uploaded: Path, tmp_path: Path) -> None:
     """The unpatched client, with its endpoint set and nothing else."""
     results, home, local = ask(tmp_path), tmp_path / "home", tmp_path / "local"
     home.mkdir()
     local.mkdir()
     (local / "optimizer.bin").write_bytes(b"not for the hub")
-    said = run(PUSH, str(ROOT), str(saved), str(local), home=home, HF_ENDPOINT=hub.endpoint)
+    said = run(PUSH, str(ROOT), str(uploaded), str(local), home=home, HF_ENDPOINT=hub.endpoint)
     assert said.startswith(f"{hub.endpoint}/somebody/pushed/commit/")
     files = hub.files("somebody/pushed")
-    assert files.keys() == {p.name for p in saved.iterdir()}
-    different = {name for name in files if files[name] != (saved / name).read_bytes()}
+    assert files.keys() == {p.name for p in uploaded.iterdir()}
+    different = {name for name in files if files[name] != (uploaded / name).read_bytes()}
     assert different <= {"README.md", "generation_config.json", "tokenizer_config.json"}
-    tokenizer_config = (saved / "tokenizer_config.json").read_text()
+    tokenizer_config = (uploaded / "tokenizer_config.json").read_text()
     assert own_entries(files["tokenizer_config.json"].decode()) == own_entries(tokenizer_config)
     assert b"license: mit" in files["README.md"] and b'from_pretrained("somebody/pushed"' in files["README.md"]
     everything = b"".join([*files.values(), *hub.files("somebody/saved").values()])
-    assert str(tmp_path).encode() not in everything and str(saved).encode() not in everything
+    assert str(tmp_path).encode() not in everything and str(uploaded).encode() not in everything
     assert "optimizer.bin" not in hub.files("somebody/saved") and "modeling_k3.py" in hub.files("somebody/saved")
     tokens = hub.files("somebody/tokens")
     assert "tokenization_k3.py" in tokens and "README.md" not in tokens and "modeling_k3.py" not in tokens
@@ -71,11 +57,11 @@ def test_push_pull_load(hub: Hub, tiny: K3ForCausalLM, saved: Path, tmp_path: Pa
     copy = str(tmp_path / "copy")
     said = run(BLOCKED + USE, "somebody/pushed", results, copy, home=away, HF_ENDPOINT=hub.endpoint)
     assert said == "['dense'] K3Tokenizer [100, 101, 102, 32, 120] [258, 257]"
-    check_answer(results, tiny)
+    check_answer(results, byte_model)
 
 
 @pytest.mark.slow
-def test_a_card_that_is_there_stays(hub: Hub, saved: Path, tmp_path: Path) -> None:
+def test_a_card_that_is_there_stays(hub: Hub, uploaded: Path, tmp_path: Path) -> None:
     code = """
         import sys
         sys.path.insert(0, sys.argv[1])
@@ -87,7 +73,7 @@ def test_a_card_that_is_there_stays(hub: Hub, saved: Path, tmp_path: Path) -> No
         HfApi().upload_file(path_or_fileobj=text, path_in_repo="README.md", repo_id="somebody/card")
         model.push_to_hub("somebody/card")
     """
-    run(code, str(ROOT), str(saved), home=tmp_path, HF_ENDPOINT=hub.endpoint)
+    run(code, str(ROOT), str(uploaded), home=tmp_path, HF_ENDPOINT=hub.endpoint)
     first, *_, last = (files.get("README.md") for files in list(hub.repositories["somebody/card"].commits.values())[1:])
     assert b'"first"' in (first or b"") and (last or b"").endswith(b"by hand")
 

@@ -1,7 +1,6 @@
 """LoRA through peft as users call it: experts in every form, saved, loaded elsewhere, switched, merged, exported."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -10,27 +9,21 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from modeling_k3.adapters import K3ExpertsLora, lora_config, split_experts
-from tests.loras import STORAGES, codes_of, counting_decodes, factors, fill, load, unstack
-from tests.models import build, max_diff, tiny_config, token_ids
-
-IDS = token_ids(2, 11)
-#: Logits reach 10: two orders of the same fp32 products.
-SAME = 2e-4
-#: Merged and taken out again: every weight is rounded twice more.
-TWICE = 1e-3
-ALL = pytest.mark.parametrize("storage", STORAGES)
-
-
-def adapted(storage: str | None, preset: Any = ("attention", "experts"), **options: Any) -> Any:
-    model = build(tiny_config()) if storage is None else load(storage)
-    model = get_peft_model(model, lora_config(preset, r=3, **options))
-    fill(model)
-    return model.eval()
-
-
-@torch.no_grad()
-def logits(model: nn.Module) -> Tensor:
-    return model(input_ids=IDS, use_cache=False).logits
+from tests.loras import (
+    ALL,
+    IDS,
+    SAME,
+    adapted,
+    codes_of,
+    counting_decodes,
+    factors,
+    fill,
+    load,
+    logits,
+    three_losses,
+    unstack,
+)
+from tests.models import build, max_diff, tiny_config
 
 
 def step(model: nn.Module) -> dict[str, Tensor]:
@@ -89,14 +82,7 @@ def test_three_steps_change_factors_and_nothing_else(storage: str, matrix: str) 
     torch.manual_seed(0)
     model = get_peft_model(load(storage), lora_config("experts", r=2, matrices=(matrix,)))
     base, before = logits(model.eval()), {n: t.clone() for n, t in model.state_dict().items()}
-    optimizer = torch.optim.SGD(factors(model).values(), lr=0.3)
-    losses = []
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss = model.train()(input_ids=IDS, labels=IDS, use_cache=False).loss
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = three_losses(model, lr=0.3)
     changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
     assert changed == set(factors(model)) and all(name.endswith(matrix) for name in changed)
     assert losses[2] < losses[1] < losses[0]

@@ -4,38 +4,26 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel, get_peft_model
+from peft import PeftModel
 from safetensors.torch import load_file
-from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from modeling_k3.adapters import K3ExpertsLora, lora_config, merge_into_packed, split_experts, stack_experts
+from modeling_k3.adapters import K3ExpertsLora, merge_into_packed, split_experts, stack_experts
 from tests.checkpoints import released
-from tests.loras import STORAGES, fill, load
-from tests.models import build, max_diff, tiny_config, token_ids
+from tests.loras import (
+    IDS,
+    SAME,
+    adapted,
+    load,
+    logits,
+)
+from tests.models import max_diff
 
-IDS = token_ids(2, 11)
-#: Logits reach 10: two orders of the same fp32 products.
-SAME = 2e-4
 #: In float64: merged and taken out again, every weight is rounded twice more.
 TWICE = 1e-9
-ALL = pytest.mark.parametrize("storage", STORAGES)
-
-
-def adapted(storage: str | None, preset: Any = ("attention", "experts"), **options: Any) -> Any:
-    model = build(tiny_config()) if storage is None else load(storage)
-    model = get_peft_model(model, lora_config(preset, r=3, **options))
-    fill(model)
-    return model.eval()
-
-
-@torch.no_grad()
-def logits(model: nn.Module) -> Tensor:
-    return model(input_ids=IDS, use_cache=False).logits
 
 
 def run(code: str, *arguments: str) -> None:

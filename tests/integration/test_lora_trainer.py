@@ -6,23 +6,11 @@ from typing import Any
 import pytest
 import torch
 from peft import get_peft_model
-from torch import Tensor
 from transformers import Trainer, TrainingArguments
 
 from modeling_k3.adapters import lora_config
 from tests.loras import factors, load
-from tests.models import token_ids
-
-
-class Rows(torch.utils.data.Dataset):
-    """Sixteen rows of ten random tokens."""
-
-    def __len__(self) -> int:
-        return 16
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        row = token_ids(1, 10, seed=index)[0]
-        return {"input_ids": row, "labels": row}
+from tests.models import Rows
 
 
 def train(output: Path, steps: int, storage: str, seed: int = 0, resume: Path | None = None, **options: Any) -> Trainer:

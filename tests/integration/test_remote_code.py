@@ -8,72 +8,59 @@ from pathlib import Path
 
 import pytest
 
-from modeling_k3 import K3ForCausalLM, K3ForSequenceClassification, K3Tokenizer
+from modeling_k3 import K3ForCausalLM, K3ForSequenceClassification
 from tests.checkpoints import read_directory, released
 from tests.layout_source import ROOT
 from tests.models import build, tiny_config
-from tests.uploads import BLOCKED, BYTES, USE, ask, check_answer, needed_files, own_entries, run
+from tests.uploads import BLOCKED, USE, ask, check_answer, needed_files, own_entries, run
 
 
-@pytest.fixture(scope="module")
-def tiny() -> K3ForCausalLM:
-    return build(tiny_config(**BYTES)).requires_grad_(False)
-
-
-@pytest.fixture(scope="module")
-def saved(tiny: K3ForCausalLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with everything that an upload has."""
-    path = tmp_path_factory.mktemp("upload") / "my-k3"
-    tiny.save_pretrained(path, with_code=True, tokenizer=K3Tokenizer.byte_level())
-    return path
-
-
-def test_an_upload_holds_these_files_and_no_other(saved: Path) -> None:
+def test_an_upload_holds_these_files_and_no_other(uploaded: Path) -> None:
     side = {"config.json", "generation_config.json", "model.safetensors", "README.md"}
     side |= {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
-    assert {path.name for path in saved.iterdir()} == needed_files() | side
-    assert all((saved / n).read_bytes() == (ROOT / "modeling_k3" / n).read_bytes() for n in needed_files())
-    config = json.loads((saved / "config.json").read_text())
+    assert {path.name for path in uploaded.iterdir()} == needed_files() | side
+    assert all((uploaded / n).read_bytes() == (ROOT / "modeling_k3" / n).read_bytes() for n in needed_files())
+    config = json.loads((uploaded / "config.json").read_text())
     assert config["auto_map"] == {
         "AutoConfig": "configuration_k3.K3Config",
         "AutoModel": "modeling_k3.K3Model",
         "AutoModelForCausalLM": "modeling_k3.K3ForCausalLM",
         "AutoTokenizer": ["tokenization_k3.K3Tokenizer", None],
     }
-    tokenizer = json.loads((saved / "tokenizer_config.json").read_text())
+    tokenizer = json.loads((uploaded / "tokenizer_config.json").read_text())
     assert tokenizer["auto_map"] == {"AutoTokenizer": ["tokenization_k3.K3Tokenizer", None]}
-    assert json.loads((saved / "generation_config.json").read_text())["eos_token_id"] == [258, 257]
+    assert json.loads((uploaded / "generation_config.json").read_text())["eos_token_id"] == [258, 257]
 
 
-def test_a_plain_save_holds_no_code_and_no_class_map(saved: Path, tmp_path: Path) -> None:
-    K3ForCausalLM.from_pretrained(saved).save_pretrained(tmp_path)
+def test_a_plain_save_holds_no_code_and_no_class_map(uploaded: Path, tmp_path: Path) -> None:
+    K3ForCausalLM.from_pretrained(uploaded).save_pretrained(tmp_path)
     assert {p.name for p in tmp_path.iterdir()} == {"config.json", "generation_config.json", "model.safetensors"}
     assert "auto_map" not in json.loads((tmp_path / "config.json").read_text())
     with pytest.raises(ValueError, match="with_code=True"):
         build(tiny_config()).save_pretrained(tmp_path, card={"title": "x"})
 
 
-def test_nothing_of_this_machine_is_uploaded(saved: Path) -> None:
-    words = [str(ROOT), str(saved), str(saved.parent), str(Path.home()), sys.prefix, f"/{getpass.getuser()}/"]
-    for path in saved.iterdir():
+def test_nothing_of_this_machine_is_uploaded(uploaded: Path) -> None:
+    words = [str(ROOT), str(uploaded), str(uploaded.parent), str(Path.home()), sys.prefix, f"/{getpass.getuser()}/"]
+    for path in uploaded.iterdir():
         content = path.read_bytes()
         assert not [word for word in words if word != "/" and word.encode() in content], path.name
 
 
-def test_it_works_where_the_package_is_not(tiny: K3ForCausalLM, saved: Path, tmp_path: Path) -> None:
+def test_it_works_where_the_package_is_not(byte_model: K3ForCausalLM, uploaded: Path, tmp_path: Path) -> None:
     results, copy, home = ask(tmp_path), tmp_path / "copy", tmp_path / "home"
     home.mkdir()
-    said = run(BLOCKED + USE, str(saved), results, str(copy), home=home, HF_HUB_OFFLINE="1")
+    said = run(BLOCKED + USE, str(uploaded), results, str(copy), home=home, HF_HUB_OFFLINE="1")
     assert said == "['dense'] K3Tokenizer [100, 101, 102, 32, 120] [258, 257]"
-    check_answer(results, tiny)
+    check_answer(results, byte_model)
     # What it saved there is the same again, code included; the card is made anew.
-    assert {p.name for p in copy.iterdir()} == {p.name for p in saved.iterdir()}
-    different = {p.name for p in saved.iterdir() if p.read_bytes() != (copy / p.name).read_bytes()}
+    assert {p.name for p in copy.iterdir()} == {p.name for p in uploaded.iterdir()}
+    different = {p.name for p in uploaded.iterdir() if p.read_bytes() != (copy / p.name).read_bytes()}
     assert different <= {"README.md", "config.json", "generation_config.json", "tokenizer_config.json"}
     assert own_entries((copy / "tokenizer_config.json").read_text()) == own_entries(
-        (saved / "tokenizer_config.json").read_text()
+        (uploaded / "tokenizer_config.json").read_text()
     )
-    first, again = (json.loads((f / "config.json").read_text())["auto_map"] for f in (saved, copy))
+    first, again = (json.loads((f / "config.json").read_text())["auto_map"] for f in (uploaded, copy))
     assert {**again, "AutoTokenizer": first["AutoTokenizer"]} == first
     assert json.loads((copy / "generation_config.json").read_text())["eos_token_id"] == [258, 257]
 
@@ -111,15 +98,15 @@ def test_a_classifier_takes_its_file_along(tmp_path: Path) -> None:
 
 
 def test_a_registered_class_carries_its_code_on_every_save(
-    tiny: K3ForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    byte_model: K3ForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What Trainer needs, which saves and uploads by itself."""
     monkeypatch.setattr(K3ForCausalLM, "_auto_class", None)
     K3ForCausalLM.register_for_auto_class("AutoModelForCausalLM")
-    tiny.save_pretrained(tmp_path / "a")
+    byte_model.save_pretrained(tmp_path / "a")
     assert (tmp_path / "a" / "modeling_k3.py").is_file()
     assert "AutoModel" in json.loads((tmp_path / "a" / "config.json").read_text())["auto_map"]
-    tiny.save_pretrained(tmp_path / "b", with_code=False)
+    byte_model.save_pretrained(tmp_path / "b", with_code=False)
     assert not (tmp_path / "b" / "modeling_k3.py").exists()
     assert "auto_map" not in json.loads((tmp_path / "b" / "config.json").read_text())
 
@@ -127,7 +114,7 @@ def test_a_registered_class_carries_its_code_on_every_save(
 # -- beside the package -----------------------------------------------------------------------------------------
 
 
-def test_installed_code_wins(saved: Path, tmp_path: Path) -> None:
+def test_installed_code_wins(uploaded: Path, tmp_path: Path) -> None:
     code = """
         import sys
         sys.path.insert(0, sys.argv[1])
@@ -139,7 +126,7 @@ def test_installed_code_wins(saved: Path, tmp_path: Path) -> None:
                 assert type(auto.from_pretrained(sys.argv[2], **options)).__module__.startswith("modeling_k3."), auto
         print("local")
     """
-    assert run(code, str(ROOT), str(saved), home=tmp_path, HF_HUB_OFFLINE="1") == "local"
+    assert run(code, str(ROOT), str(uploaded), home=tmp_path, HF_HUB_OFFLINE="1") == "local"
 
 
 def test_two_copies_do_not_disturb_each_other(tmp_path: Path) -> None:

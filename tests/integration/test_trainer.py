@@ -5,22 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import load_sharded_checkpoint
 
-from tests.models import build, tiny_config, token_ids, within
-
-
-class Rows(torch.utils.data.Dataset):
-    """Sixteen rows of ten random tokens."""
-
-    def __len__(self) -> int:
-        return 16
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        row = token_ids(1, 10, seed=index)[0]
-        return {"input_ids": row, "labels": row}
+from tests.models import Rows, build, tiny_config, within
 
 
 def train(output: Path, steps: int, seed: int = 0, resume: Path | None = None, **options: Any) -> Trainer:

@@ -5,22 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import Trainer, TrainingArguments
 
 from modeling_k3.training import MuonAdamW, OptimizerFactory, fake_quantized_experts, parameter_groups
-from tests.models import build, tiny_config, token_ids
-
-
-class Rows(torch.utils.data.Dataset):
-    """Sixteen rows of ten random tokens."""
-
-    def __len__(self) -> int:
-        return 16
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        row = token_ids(1, 10, seed=index)[0]
-        return {"input_ids": row, "labels": row}
+from tests.models import Rows, build, tiny_config
 
 
 def train(

@@ -2,7 +2,7 @@
 
 import json
 import runpy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,11 +11,11 @@ from rich.console import Console
 
 from modeling_k3 import K3ForCausalLM
 from modeling_k3.chat_reader import Event, ParsedCall
-from modeling_k3.terminal.loop import ChatLoop
 from modeling_k3.terminal.screen import Screen
 from modeling_k3.terminal.session import ChatSession, ChatSettings
-from modeling_k3.terminal.tools import Toolbox, load_tools
+from modeling_k3.terminal.tools import load_tools
 from tests.chat_data import toy_tokenizer
+from tests.chat_loop import talk
 from tests.layout_source import ROOT
 from tests.models import tiny_config
 
@@ -43,23 +43,6 @@ def scripted(*outputs: str | RuntimeError) -> ChatSession:
 
     model.generate = generate
     return ChatSession(model, toy_tokenizer(), ChatSettings(effort=None))
-
-
-def talk(session: ChatSession, lines: list[str], toolbox: Toolbox | None = None) -> str:
-    """Run the loop on given lines; returns what was shown."""
-    console = Console(width=100, color_system=None, highlight=False)
-    toolbox = toolbox or Toolbox()
-    session.configure(tools=toolbox.declarations)
-    waiting: Iterator[str] = iter(lines)
-
-    def read(prompt: str) -> str:
-        for line in waiting:
-            return line
-        raise EOFError
-
-    with console.capture() as captured:
-        ChatLoop(session, Screen(console), toolbox, read).run()
-    return captured.get()
 
 
 def test_a_failed_answer_drops_its_message_and_the_chat_goes_on() -> None:

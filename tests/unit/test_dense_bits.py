@@ -18,7 +18,7 @@ from modeling_k3.mxfp4 import decode, encode
 from modeling_k3.planning.components import weight_bytes
 from modeling_k3.planning.shape import read_shape
 from tests.checkpoints import change, edit_config, read_directory, released
-from tests.loras import factors, fill, load
+from tests.loras import factors, fill, load, three_losses
 from tests.models import build, tiny_config, token_ids
 
 pytest.importorskip("bitsandbytes")
@@ -126,14 +126,7 @@ def test_four_bits_train_and_merge_is_refused_beside_packed_experts() -> None:
         "Linear",
         "K3ExpertsLora",
     }
-    optimizer = torch.optim.SGD(factors(adapted).values(), lr=0.5)
-    losses = []
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss = adapted.train()(input_ids=IDS, labels=IDS, use_cache=False).loss
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = three_losses(adapted, lr=0.5, ids=IDS)
     assert losses[2] < losses[0]
 
 
