@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from .attn_res_fla import try_fused_mix
-from .precision import at_least_fp32, no_autocast
+from .precision import at_least_fp32, no_autocast, row_blocks
 
 
 class _MixResiduals(torch.autograd.Function):
@@ -33,21 +33,32 @@ class _MixResiduals(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: FunctionCtx, dh: Tensor, dp: Tensor) -> tuple[Tensor | None, ...]:
         query, s, r, p, *sources = ctx.saved_tensors
+        d_query = torch.zeros_like(query)
+        d_sources = [torch.empty_like(source, memory_format=torch.contiguous_format) for source in sources]
         with no_autocast(dh.device.type):
-            wide, width = query.dtype, query.shape[0]
-            dh = dh.to(wide)
-            gain = dp + torch.stack([torch.linalg.vecdot(dh, source.to(wide)) for source in sources], dim=-1)
-            ds = p * (gain - (p * gain).sum(dim=-1, keepdim=True))
-            along_query, along_value = ds * r, ds * s * r.pow(2) / -width
-            d_query, d_sources = torch.zeros_like(query), []
-            for index, source in enumerate(sources):
-                at = slice(index, index + 1)
-                v = source.to(wide)
-                dv = (dh * p[..., at]).addcmul_(v, along_value[..., at])
-                dv.addcmul_(along_query[..., at], query)
-                d_query.addmv_(v.flatten(0, -2).mT, along_query[..., index].flatten())
-                d_sources.append(dv.to(source.dtype))
-            return d_query, None, *d_sources
+            for d, dp_, p_, s_, r_, *rest in row_blocks(dh, dp, p, s, r, *sources, *d_sources):
+                values = [source.to(query.dtype) for source in rest[: len(sources)]]
+                _mix_backward(query, (d.to(query.dtype), dp_), (p_, s_, r_), values, d_query, rest[len(sources) :])
+        return d_query, None, *d_sources
+
+
+def _mix_backward(
+    query: Tensor,
+    grads: tuple[Tensor, Tensor],
+    kept: tuple[Tensor, Tensor, Tensor],
+    values: Sequence[Tensor],
+    d_query: Tensor,
+    d_values: Sequence[Tensor],
+) -> None:
+    """One block of tokens, all of it wide: adds to `d_query` [D], fills `d_values` (L tensors [tokens, D])."""
+    (dh, dp), (p, s, r) = grads, kept
+    gain = dp + torch.stack([torch.linalg.vecdot(dh, v) for v in values], dim=-1)
+    ds = p * (gain - (p * gain).sum(dim=-1, keepdim=True))
+    along_query, along_value = ds * r, ds * s * r.pow(2) / -len(query)
+    for index, (v, into) in enumerate(zip(values, d_values, strict=True)):
+        at = slice(index, index + 1)
+        d_query.addmv_(v.mT, along_query[:, index])
+        into.copy_((dh * p[:, at]).addcmul_(along_query[:, at], query).addcmul_(v, along_value[:, at]))
 
 
 def _mix(query: Tensor, eps: float, sources: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -19,6 +19,8 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from .precision import at_least_fp32, no_autocast
 
+#: Rows that are made wide at a time, so that the wide copy stays in the cache.
+_ROWS = 128
 #: Bytes of several huge pages.
 _LARGE = 2**23
 
@@ -84,22 +86,23 @@ class _Leave(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(a, weights, stack, token)
         ctx.counts = counts
-        return _sum_rows(_products(a, stack.mT, counts) * weights, token, tokens).to(a.dtype)
+        return _sum_rows(_products(a, stack.mT, counts), token, tokens, weights)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, ds: Tensor) -> tuple[Tensor | None, ...]:
         a, weights, stack, token = ctx.saved_tensors
-        da = d_weights = d_stack = None
+        d_stack = None
         with no_autocast(ds.device.type):
             ds = ds.index_select(0, token)
-            back = _products(ds, stack, ctx.counts).to(weights.dtype)
-            if ctx.needs_input_grad[0]:
-                da = (back * weights).to(a.dtype)
-            if ctx.needs_input_grad[1]:
-                d_weights = back.mul_(a).sum(dim=1, keepdim=True)
+            da, d_weights = _products(ds, stack, ctx.counts), torch.empty_like(weights)
+            for p, value, back, dp, d in zip(*(x.split(_ROWS) for x in (weights, a, da, d_weights, ds)), strict=True):
+                wide = back.to(weights.dtype)
+                torch.sum(wide * value, dim=1, keepdim=True, out=dp)
+                back.copy_(wide.mul_(p))
+                d.copy_(d * p)
             if ctx.needs_input_grad[2]:
-                d_stack = _outer_products((ds * weights).to(a.dtype), a, stack, ctx.counts)
+                d_stack = _outer_products(ds, a, stack, ctx.counts)
         return da, d_weights, d_stack, None, None, None
 
 
@@ -120,10 +123,13 @@ def _outer_products(left: Tensor, right: Tensor, like: Tensor, counts: Sequence[
     return stack
 
 
-def _sum_rows(rows: Tensor, token: Tensor, tokens: int) -> Tensor:
-    """Add rows up token by token, [tokens, width], in at least float32 before one cast to the dtype of `rows`."""
+def _sum_rows(rows: Tensor, token: Tensor, tokens: int, weights: Tensor | None = None) -> Tensor:
+    """Add (weighted) rows up token by token, [tokens, width], in at least float32; one cast to the dtype of `rows`."""
     total = rows.new_zeros(tokens, rows.shape[1], dtype=at_least_fp32(rows.dtype))
-    return total.index_add_(0, token, rows.to(total.dtype)).to(rows.dtype)
+    weights = total.new_ones(len(rows), 1) if weights is None else weights
+    for part, place, weight in zip(*(x.split(_ROWS) for x in (rows, token, weights)), strict=True):
+        total.index_add_(0, place, part * weight)
+    return total.to(rows.dtype)
 
 
 def _large_pages(like: Tensor) -> Tensor:

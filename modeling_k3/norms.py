@@ -74,7 +74,43 @@ class K3RMSNorm(nn.Module):
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
     """The equation of `K3RMSNormGated` in torch; the result has the dtype of `gate`."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        return _GatedNorm.apply(x, gate, weight, eps)
     return (rms_normalize(x, eps) * weight * upcast(gate).sigmoid()).to(gate.dtype)
+
+
+class _GatedNorm(torch.autograd.Function):
+    """The gated norm, which likewise keeps its inputs and forms the rest again.
+
+    With n = x r, s = sigmoid(gate):  dn = w s dy,  dx = r (dn - n mean(n dn)),  dw = sum n s dy,
+    dgate = dy n w s (1 - s)
+    """
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(x, gate, weight)
+        ctx.eps = eps
+        y = torch.empty_like(gate, memory_format=torch.contiguous_format)
+        for part, g, into in row_blocks(x, gate, y):
+            into.copy_(rms_normalize(part, eps).mul(weight).mul_(upcast(g).sigmoid()))
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, gate, weight = ctx.saved_tensors
+        dx, d_gate = (torch.empty_like(each, memory_format=torch.contiguous_format) for each in (x, gate))
+        dw = torch.zeros_like(weight, dtype=at_least_fp32(weight.dtype))
+        for part, g, d, into, into_gate in row_blocks(x, gate, dy, dx, d_gate):
+            wide, s = upcast(part), upcast(g).sigmoid()
+            r = torch.rsqrt(wide.square().mean(-1, keepdim=True) + ctx.eps)
+            n = wide * r
+            open_d = s * d
+            dw += (open_d * n).sum(0)
+            dn = open_d.mul_(weight)
+            into_gate.copy_((n * dn).mul_(1 - s))
+            into.copy_(torch.addcmul(dn, n, (n * dn).mean(-1, keepdim=True), value=-1).mul_(r))
+        return dx, d_gate, dw.to(weight.dtype), None
 
 
 def _call_fla(kernel: Callable[..., Tensor], x: Tensor, gate: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:

@@ -62,7 +62,10 @@ def no_autocast(device_type: str) -> AbstractContextManager[None]:
 
 
 def row_blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Walk tensors [.., D] of one shape together as blocks [rows, D], whose wide temporaries stay in the cache."""
-    width = max(1, tensors[0].shape[-1]) if tensors[0].dim() else 1
-    flat = [x.reshape(-1, width) for x in tensors]
-    return zip(*(x.split(max(1, _BLOCK // width)) for x in flat), strict=True)
+    """Walk tensors [.., D_i] together as blocks [rows, D_i], whose wide temporaries stay in a CPU's cache.
+
+    The first tensor is the widest and sets the number of rows. Elsewhere all rows are one block: a launch costs more.
+    """
+    flat = [x.reshape(-1, max(1, x.shape[-1]) if x.dim() else 1) for x in tensors]
+    rows = _BLOCK // flat[0].shape[1] if flat[0].device.type == "cpu" else len(flat[0])
+    return zip(*(x.split(max(1, rows)) for x in flat), strict=True)

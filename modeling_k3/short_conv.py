@@ -5,19 +5,76 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx, once_differentiable
 
 from .fused_kernel import FusedKernel
-from .precision import Float32Parameters, at_least_fp32, storage_fp32
+from .precision import Float32Parameters, at_least_fp32, row_blocks, storage_fp32, upcast
 
 
 def filter_and_silu(x: Tensor, taps: Tensor) -> Tensor:
     """Stream [B, n + W - 1, channels] and taps [channels, W] -> SiLU of the filtered stream [B, n, channels]."""
-    wide, size = x.to(at_least_fp32(x.dtype)), taps.shape[1]
-    taps, n = taps.to(wide.dtype), x.shape[1] - size + 1
-    c = wide[:, :n] * taps[:, 0]
-    for j in range(1, size):
-        c = torch.addcmul(c, wide[:, j : j + n], taps[:, j])
-    return F.silu(c).to(x.dtype)
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        return _FilterSiLU.apply(x, taps)
+    return F.silu(_filter(upcast(x), taps)).to(x.dtype)
+
+
+def _filter(wide: Tensor, taps: Tensor) -> Tensor:
+    taps, n = taps.to(wide.dtype).mT.contiguous(), wide.shape[-2] - taps.shape[1] + 1
+    c = wide[..., :n, :] * taps[0]
+    for j in range(1, len(taps)):
+        c = torch.addcmul(c, wide[..., j : j + n, :], taps[j])
+    return c
+
+
+class _FilterSiLU(torch.autograd.Function):
+    """The filter with a backward of its own: it keeps x in its dtype, nothing wide, and forms the rest again.
+
+    With c_t = sum_j w_j x_{t+j}, s = sigmoid(c):  dc = dy s (1 + c (1 - s)),  dw_j = sum_t dc_t x_{t+j},
+    dx_t = sum_j w_j dc_{t-j}
+    """
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, taps: Tensor) -> Tensor:
+        ctx.save_for_backward(x, taps)
+        return F.silu(_filter(upcast(x), taps)).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, taps = ctx.saved_tensors
+        dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+        w = taps.to(at_least_fp32(x.dtype)).mT.contiguous()
+        dw = torch.zeros_like(w) if ctx.needs_input_grad[1] else None
+        for stream, d, into in zip(x, dy, dx, strict=True):
+            begin, spill = 0, w.new_zeros(len(w) - 1, w.shape[1])
+            for (part,) in row_blocks(d):
+                end = begin + len(part)
+                spill = _filter_backward(stream[begin : end + len(spill)], part, w, spill, into[begin:end], dw)
+                begin = end
+            into[begin:].copy_(spill)
+        return dx, None if dw is None else dw.mT.to(taps.dtype)
+
+
+def _filter_backward(x: Tensor, dy: Tensor, w: Tensor, spill: Tensor, dx: Tensor, dw: Tensor | None) -> Tensor:
+    """One block of n tokens: fills dx, adds to dw, returns what belongs to the W - 1 inputs behind the block.
+
+    Args:
+        x: [n + W - 1, channels].
+        dy, dx: [n, channels].
+        w, dw: [W, channels]; no dw for frozen taps.
+        spill: [W - 1, channels], what earlier blocks left for the first inputs.
+    """
+    wide, n = upcast(x), len(dy)
+    c = _filter(wide, w.mT)
+    s = torch.sigmoid(c)
+    dc = torch.addcmul(c, c, s, value=-1).add_(1).mul_(s).mul_(dy)
+    total = F.pad(spill, (0, 0, 0, n))
+    for j in range(len(w)):
+        if dw is not None:
+            dw[j] += (dc * wide[j : j + n]).sum(0)
+        total[j : j + n].addcmul_(dc, w[j])
+    dx.copy_(total[:n])
+    return total[n:]
 
 
 def _call_fla(kernel: Callable[..., tuple[Tensor, None]], x: Tensor, taps: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from modeling_k3 import K3ForCausalLM
+from modeling_k3 import K3ForCausalLM, precision
 from modeling_k3.attn_res import K3KeyRMSNorm, K3PseudoQuery, mix_residuals
 from tests.models import build, max_diff, tiny_config, token_ids
 from tests.tolerances import bound
@@ -134,6 +134,20 @@ def test_gradients_of_mixture_and_weights(depth: int, eps: float) -> None:
         return mix_residuals(given[:depth], given[depth], given[depth + 1], eps=eps)
 
     assert torch.autograd.gradcheck(call, inputs)
+
+
+def test_gradients_do_not_depend_on_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    sources, query, gain = made(3)
+    inputs = [x.requires_grad_() for x in (*sources, query, gain)]
+
+    def gradients() -> tuple[Tensor, ...]:
+        h, p = mix_residuals(inputs[:3], query, gain, eps=1e-5)
+        return torch.autograd.grad((h.square().sum(), p.square().sum()), inputs)
+
+    whole = gradients()
+    monkeypatch.setattr(precision, "_BLOCK", 1)
+    for mine, expected in zip(gradients(), whole, strict=True):
+        assert mine.shape == expected.shape and max_diff(mine, expected) < 1e-12
 
 
 def test_gradients_reach_only_what_asks_for_them() -> None:

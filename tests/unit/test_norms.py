@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from modeling_k3.norms import K3RMSNorm, K3RMSNormGated, rms_normalize
+from modeling_k3.norms import K3RMSNorm, K3RMSNormGated, gated_norm, rms_normalize
 from tests.models import max_diff
 from tests.tolerances import bound
 from tests.unit.helpers import tensor
@@ -143,3 +143,24 @@ def test_the_norm_keeps_its_input_and_nothing_wide() -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda saved: (kept.append(saved.nbytes), saved)[1], lambda x: x):
         norm(x)
     assert sum(kept) == x.nbytes + norm.weight.nbytes
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_the_gated_norms_own_backward_follows_the_equation(dtype: torch.dtype) -> None:
+    """More rows than a block holds; the recurrence answers in float32, the gate has the activation dtype."""
+    wide_dtype = torch.promote_types(dtype, torch.float32)
+    weight = (1 + tensor(2048, scale=0.2)).to(wide_dtype).requires_grad_()
+    x, gate = (tensor(2, 33, 1, 2048, seed=seed).mul(3) for seed in (1, 2))
+    x, gate = x.to(wide_dtype).requires_grad_(), gate.to(dtype).requires_grad_()
+    y = gated_norm(x, gate, weight)
+    with torch.no_grad():
+        assert torch.equal(y, gated_norm(x, gate, weight))
+    dy = tensor(*y.shape, seed=3).to(dtype)
+    leaves = [each.detach().double().requires_grad_() for each in (x, gate, weight)]
+    true = leaves[2] * leaves[0] * torch.rsqrt(leaves[0].square().mean(-1, keepdim=True) + 1e-5) * leaves[1].sigmoid()
+    expected = torch.autograd.grad(true, leaves, dy.double())
+    for mine, exact, own in zip(
+        torch.autograd.grad(y, (x, gate, weight), dy), expected, (x, gate, weight), strict=True
+    ):
+        assert mine.dtype == own.dtype
+        assert (mine.double() - exact).norm() <= 2 * torch.finfo(own.dtype).eps * exact.norm()

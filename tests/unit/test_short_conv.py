@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from modeling_k3.short_conv import K3ShortConvolution
+from modeling_k3 import precision
+from modeling_k3.short_conv import K3ShortConvolution, filter_and_silu
 from tests.models import max_diff
 from tests.tolerances import bound
 from tests.unit.helpers import tensor
@@ -157,6 +158,36 @@ def test_gradients(mask: list[int] | None) -> None:
         return (c if kept is None else c.masked_fill(~kept[..., None], 0)), after
 
     assert torch.autograd.gradcheck(call, (z, window, conv.weight.detach().clone().requires_grad_()))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 40, 200])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_the_filters_own_backward_block_by_block(
+    rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks shorter than the filter, and several of them, for two rows of a batch."""
+    monkeypatch.setattr(precision, "_BLOCK", rows * CHANNELS)
+    x = tensor(2, 103, CHANNELS).to(dtype).requires_grad_()
+    taps = tensor(CHANNELS, 4, seed=1).to(torch.promote_types(dtype, torch.float32)).requires_grad_()
+    dy = tensor(2, 100, CHANNELS, seed=2).to(dtype)
+    y = filter_and_silu(x, taps)
+    with torch.no_grad():
+        assert torch.equal(y, filter_and_silu(x, taps))
+    grads = torch.autograd.grad(y, (x, taps), dy)
+    wide, w = x.detach().double().requires_grad_(), taps.detach().double().requires_grad_()
+    c = torch.nn.functional.conv1d(wide.mT, w.unsqueeze(1), groups=CHANNELS).mT
+    true = torch.autograd.grad(torch.nn.functional.silu(c), (wide, w), dy.double())
+    for mine, expected, own in zip(grads, true, (x, taps), strict=True):
+        assert mine.dtype == own.dtype
+        assert (mine.double() - expected).norm() <= 16 * torch.finfo(own.dtype).eps * expected.norm()
+
+
+def test_the_filter_keeps_its_input_and_nothing_wide_and_leaves_frozen_taps_alone() -> None:
+    conv, kept = make(dtype=torch.bfloat16), []
+    x, taps = tensor(1, 50, CHANNELS).bfloat16().requires_grad_(), conv.weight[:, 0].detach()
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: (kept.append(saved.nbytes), saved)[1], lambda x: x):
+        filter_and_silu(x, taps).sum().backward()
+    assert sum(kept) == x.nbytes + taps.nbytes and x.grad is not None and taps.grad is None
 
 
 def test_infinite_padding_sends_no_gradient() -> None:
