@@ -18,6 +18,7 @@ __version__ = "0.1.0"
 _HOME = {
     "K3Config": "configuration_k3",
     "K3Cache": "cache",
+    "K3StaticCache": "static_cache",
     "K3Signals": "signals",
     "PrefixCache": "prefix_cache",
     "K3Mxfp4Config": "quantizer",

@@ -4,6 +4,16 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from transformers.utils.generic import is_flash_attention_requested
+
+#: Implementations whose place `mla_forms` takes where there is a history or a packed row.
+OWN_FORMS = ("eager", "sdpa")
+FLEX = "flex_attention"
+
+
+def is_flash(implementation: str) -> bool:
+    """Whether the name is one of flash attention's, which reads lengths and no mask per pair of tokens."""
+    return is_flash_attention_requested(requested_attention_implementation=implementation)
 
 
 @dataclass(frozen=True)
@@ -16,16 +26,22 @@ class AttentionSpan:
         past: tokens in the cache, before the new ones.
         real: [B, S] bool, False at padding; None: no padding.
         documents: [B, S] whole numbers, neighbours of one document share theirs; None: one document.
+        position: tokens before the new ones as a tensor of no dimension, in the place of `past`, where the keys are a
+            buffer of S tokens of which the last ones are not filled; None: `past` says it.
     """
 
     past: int
     real: Tensor | None = None
     documents: Tensor | None = None
+    position: Tensor | None = None
 
     def allowed(self, rows: slice, keys: slice, device: torch.device) -> Tensor | None:
         """The rule for some new tokens and some keys, [B or 1, 1, rows, keys] bool, or None where all are allowed."""
         rule = None
-        if keys.stop - 1 > self.past + rows.start:
+        if self.position is not None:
+            row = self.position.to(device) + torch.arange(rows.start, rows.stop, device=device)
+            rule = (torch.arange(keys.start, keys.stop, device=device) <= row.unsqueeze(1))[None, None]
+        elif keys.stop - 1 > self.past + rows.start:
             row = torch.arange(self.past + rows.start, self.past + rows.stop, device=device)
             rule = (torch.arange(keys.start, keys.stop, device=device) <= row.unsqueeze(1))[None, None]
         if self.real is not None:

@@ -33,13 +33,13 @@ class K3Cache(DynamicCache):
         ValueError: both windows, a window below 1, or bytes that do not suffice for one token.
     """
 
+    #: Tokens that there is room for; None: it grows. See `static_cache`.
+    max_cache_len: int | None = None
+
     def __init__(
         self, config: K3Config, *, rollback_tokens: int | None = None, rollback_bytes: int | None = None
     ) -> None:
-        kinds = config.layer_types
-        Cache.__init__(
-            self, layers=[K3LinearLayer() if kind == "linear_attention" else K3LatentLayer() for kind in kinds]
-        )
+        Cache.__init__(self, layers=[self._new_layer(kind == "linear_attention") for kind in config.layer_types])
         #: Set once padding went in: from then on a call without a mask over all positions would read padding.
         self.has_padding = False
         #: [B, seen] bool, False at padding; None where no call has told.
@@ -57,6 +57,9 @@ class K3Cache(DynamicCache):
                 need = f"rollback_bytes of at least {2 * logged_bytes_per_token(config)}, or rollback_tokens above 0"
                 raise ValueError(f"rollback of {rollback_tokens} tokens; allowed are {need}")
             self.keep_log(rollback_tokens)
+
+    def _new_layer(self, is_linear: bool) -> K3LinearLayer | K3LatentLayer:
+        return K3LinearLayer() if is_linear else K3LatentLayer()
 
     def linear_layer(self, layer_idx: int) -> K3LinearLayer:
         """The state of KDA layer `layer_idx`."""
@@ -146,7 +149,8 @@ class K3Cache(DynamicCache):
 
     def restore(self, marks: list[dict[str, Any]]) -> None:
         """Bring the cache back to a mark: a call that failed half-way has then not happened."""
-        vars(self).update(marks[0])
+        for name, value in marks[0].items():
+            setattr(self, name, value)
         for layer, held in zip(self.layers, marks[1:], strict=True):
             vars(layer).clear()
             vars(layer).update(held)

@@ -64,6 +64,9 @@ class K3LinearLayer(LinearAttentionCacheLayerMixin):
         for index, window in enumerate(windows):
             self.update_conv_state(window, index)
         self.update_recurrent_state(state)
+        self._advance_count(num_tokens)
+
+    def _advance_count(self, num_tokens: int) -> None:
         self._seen = self._seen.new_empty(self.seen_tokens + num_tokens, 0)
 
     def start_from(self, windows: Sequence[Tensor], state: Tensor, num_tokens: int) -> None:
@@ -157,7 +160,7 @@ class K3LinearLayer(LinearAttentionCacheLayerMixin):
             raise ValueError(f"crop({tokens_to_remove}) is not possible here: {NOT_LOGGED}")
         if count:
             self.log.crop(count)
-            self._seen = self._seen[count:]
+            self._advance_count(-count)
             for states in (self.conv_states, self.recurrent_states):
                 states.update(dict.fromkeys(states))
             for flags in (

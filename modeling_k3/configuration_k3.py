@@ -1,11 +1,11 @@
 """K3Config: every number that shapes a K3 model, under the released field names, validated."""
 
+from .supported import CHECKED  # isort: skip  # noqa: F401
 from dataclasses import fields
 from os import PathLike
 from typing import Any
 
-from transformers import GenerationConfig
-from transformers.configuration_utils import PreTrainedConfig
+from transformers import GenerationConfig, PreTrainedConfig
 
 from .config_checks import check_config, check_depth
 from .config_layout import (

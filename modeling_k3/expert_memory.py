@@ -3,10 +3,10 @@
 from os import PathLike
 from typing import Any
 
+from .byte_sizes import parse_size
 from .cache import K3Cache
 from .experts import iter_experts
 from .persistence import K3Persistence
-from .placement import parse_size
 from .residency import ExpertResidency
 
 
@@ -15,6 +15,8 @@ class K3ExpertMemory(K3Persistence):
 
     #: What keeps mapped experts within their budget; None: the system's page cache does as it likes.
     expert_residency: ExpertResidency | None = None
+    #: The plan that `modeling_k3.planning.load_within` loaded it by; None: by none.
+    memory_plan: Any = None
 
     @classmethod
     def from_pretrained(

@@ -1,24 +1,22 @@
 """How K3 generates: prefill in pieces, prefix reuse, rollback for drafts, and which kinds of cache are possible."""
 
-from copy import copy
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 from transformers.generation import GenerationConfig, GenerationMixin
 from transformers.generation.candidate_generator import AssistedCandidateGenerator, CandidateGenerator
 
 from .cache import K3Cache
+from .cache_choice import check_cache_choice, first_layers
 from .cache_layers import DEFAULT_ROLLBACK
 from .configuration_k3 import K3Config
 from .masks import IMAGE_ARGUMENTS
 from .prefix_cache import PrefixCache
 from .signals import K3Signals, watched
-
-#: Tokens (rows times length) that a prefill puts through the model at once, unless `prefill_chunk_size` says otherwise:
-#: the working set of AttnRes and KDA grows with them, the work does not.
-PREFILL_TOKENS = 2048
+from .static_cache import K3StaticCache
 
 
 class _K3EarlyExit(AssistedCandidateGenerator):
@@ -39,6 +37,10 @@ class K3GenerationMixin(GenerationMixin):
         signals: a `K3Signals` that counts what happens.
     """
 
+    #: Tokens (rows times length) that a prefill puts through the model at once, unless `prefill_chunk_size` says
+    #: otherwise: the working set of AttnRes and KDA grows with them, the work does not.
+    prefill_tokens: int = 2048
+
     def generate(self, *args: Any, signals: K3Signals | None = None, **kwargs: Any) -> Any:
         """Generate; see the library's method for all other arguments, and the class.
 
@@ -50,7 +52,7 @@ class K3GenerationMixin(GenerationMixin):
             raise TypeError(f"prefix_cache is a {type(known).__name__}; allowed are None and a PrefixCache")
         if kwargs.get("cache_implementation") == "hybrid":
             # The library takes this name for its default.
-            check_cache_implementation("hybrid")
+            check_cache_choice("hybrid")
         images = [name for name in IMAGE_ARGUMENTS if kwargs.get(name) is not None]
         if images:
             raise ValueError(f"{', '.join(images)}: image input is not supported; allowed is text, as in forward")
@@ -129,7 +131,7 @@ class K3GenerationMixin(GenerationMixin):
         elif prefix_cache is not None:
             start, rows = prefix_cache.fill(cache, prompt, spare, prefix_cache.bind(self))
         if chunk_size is None:
-            chunk_size = length if wants_all else max(1, PREFILL_TOKENS // prompt.shape[0])
+            chunk_size = length if wants_all else max(1, self.prefill_tokens // prompt.shape[0])
         outputs = None
         while start < length:
             stop = min(start + chunk_size, length)
@@ -202,13 +204,45 @@ class K3GenerationMixin(GenerationMixin):
 
     # -- cache --------------------------------------------------------------------------------------------------
 
+    def _prepare_static_cache(
+        self,
+        cache_implementation: str,
+        batch_size: int,
+        max_cache_len: int,
+        prefill_chunk_size: int | None,
+        model_kwargs: dict[str, Any],
+    ) -> K3StaticCache:
+        """Make a cache of fixed size; never a shorter one than before, so that compiled steps serve it too."""
+        self._previous_max_cache_length = max(max_cache_len, getattr(self, "_previous_max_cache_length", 1))
+        config = first_layers(self.config, model_kwargs.get("exit_layer"))
+        return K3StaticCache(config, self._previous_max_cache_length)
+
+    def create_masks_for_generate(
+        self, config: K3Config, inputs_embeds: Tensor, attention_mask: Tensor | None, cache: K3Cache, **kwargs: Any
+    ) -> Tensor | None:
+        """The mask of a step with a static cache: as wide as all that there is room for, so that its shape stays."""
+        if attention_mask is None or cache.max_cache_len is None:
+            return attention_mask
+        return F.pad(attention_mask, (0, cache.max_cache_len - attention_mask.shape[1]), value=1)
+
     def _prepare_cache_for_generation(
-        self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+        self,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        generation_mode: Any,
+        batch_size: int,
+        max_cache_length: int,
     ) -> None:
         """Make `generate` use a K3Cache, and refuse the kinds of cache that cannot hold a recurrent state."""
-        check_cache_implementation(generation_config.cache_implementation)
-        given = model_kwargs.get("cache") is not None
-        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        cache = model_kwargs.get("cache")
+        given = cache is not None
+        check_cache_choice(generation_config.cache_implementation, cache)
+        if given and hasattr(cache, "check_room"):
+            # Whatever is left of the prompt: the sequence ends there at the latest.
+            cache.check_room(max(0, max_cache_length - cache.get_seq_length()))
+        super()._prepare_cache_for_generation(
+            generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+        )
         if not given and type(model_kwargs.get("cache")) is DynamicCache:
             model_kwargs["cache"] = K3Cache(first_layers(self.config, model_kwargs.get("exit_layer")))
         cache = model_kwargs.get("cache")
@@ -217,27 +251,6 @@ class K3GenerationMixin(GenerationMixin):
         if generation_config.is_assistant and hasattr(cache, "keep_log"):
             # The verifier may take back all that one round drafts.
             cache.keep_log(max(DEFAULT_ROLLBACK, (generation_config.max_new_tokens or 0) + 2))
-
-
-def check_cache_implementation(name: str | None) -> None:
-    """Refuse the library's kinds of cache that cannot hold a recurrent state."""
-    if name not in (None, "dynamic"):
-        raise ValueError(f"cache_implementation={name!r} is not supported; allowed are None and 'dynamic' (a K3Cache)")
-
-
-def first_layers(config: K3Config, count: int | None) -> K3Config:
-    """The config of a model's first layers; the given one stays as it is.
-
-    Raises:
-        ValueError: more layers than there are, or none.
-    """
-    if count is None:
-        return config
-    if not 0 < count <= config.num_hidden_layers:
-        raise ValueError(f"exit_layer={count}; allowed are None and 1 to {config.num_hidden_layers} layers")
-    part = copy(config)
-    part.num_hidden_layers = count
-    return part
 
 
 def _unseen(

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ _LICENSE_LINK = f"https://huggingface.co/{RELEASED_REPOSITORY}/blob/main/LICENSE
 CARD_FIELDS = ("title", "description", "license", "base_model", "derived", "datasets", "language", "tags", "figures")
 #: One measurement; `what` and `value` are needed.
 FIGURE_FIELDS = ("what", "value", "command", "machine", "date")
+#: Fields that may be one text or several; those without an entry here or below are one text.
+_TEXT_OR_TEXTS = ("base_model", "datasets", "language")
 #: Widths that together are the release's: no other model has them, and fine-tuning keeps them.
 _RELEASED_WIDTHS = {
     "hidden_size": 7168,
@@ -86,22 +89,50 @@ def check_card(card: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return what a caller says about a model, checked.
 
     Args:
-        card: some of `CARD_FIELDS`; `figures` is a list of dictionaries with some of `FIGURE_FIELDS`.
+        card: some of `CARD_FIELDS`, None for what is not said. Texts, but for `derived` (a bool), `tags` (a list of
+            texts), `base_model`, `datasets` and `language` (a text or a list of texts), and `figures` (a list of
+            dictionaries with some of `FIGURE_FIELDS`, each a text, a number or a date).
+
+    Returns:
+        What is said, without the entries that are None.
 
     Raises:
-        TypeError: no mapping.
+        TypeError: no mapping, or an entry of another type.
         ValueError: an unknown field, or a figure without `what` and `value`.
     """
     if card is not None and not isinstance(card, Mapping):
         raise TypeError(f"card={card!r} must be a dictionary with some of {list(CARD_FIELDS)}")
-    card = dict(card or {})
-    unknown = sorted(set(card) - set(CARD_FIELDS))
+    unknown = sorted(map(str, set(card or {}) - set(CARD_FIELDS)))
     if unknown:
         raise ValueError(f"card has unknown entries {unknown}; allowed are {list(CARD_FIELDS)}")
-    for figure in card.get("figures", ()):
+    said = {name: value for name, value in (card or {}).items() if value is not None}
+    for name, value in said.items():
+        allowed = _breach(name, value)
+        if allowed is not None:
+            raise TypeError(f"card: {name}={value!r}; allowed is {allowed}")
+    for figure in said.get("figures", ()):
         if not {"what", "value"} <= set(figure) <= set(FIGURE_FIELDS):
-            raise ValueError(f"figures: {figure!r} needs 'what' and 'value'; allowed are {list(FIGURE_FIELDS)}")
-    return card
+            raise ValueError(f"card: figures: {figure!r} needs 'what' and 'value'; allowed are {list(FIGURE_FIELDS)}")
+        for name, value in figure.items():
+            if isinstance(value, bool) or not isinstance(value, str | int | float | date):
+                raise TypeError(f"card: figures: {name}={value!r}; allowed is a text, a number or a date")
+    return said
+
+
+def _breach(name: str, value: Any) -> str | None:
+    """What is allowed for a field whose value is of another type; None where nothing is wrong."""
+    is_list = isinstance(value, list | tuple)
+    is_text = isinstance(value, str)
+    is_texts = is_list and all(isinstance(each, str) for each in value)
+    if name == "derived":
+        return None if isinstance(value, bool) else "True, False, or None to see by the model"
+    if name == "figures":
+        return None if is_list and all(isinstance(each, Mapping) for each in value) else "a list of dictionaries"
+    if name == "tags":
+        return None if is_texts else "a list of texts"
+    if name in _TEXT_OR_TEXTS:
+        return None if is_text or is_texts else "a text or a list of texts"
+    return None if is_text else "a text"
 
 
 def is_derived(model: nn.Module, source: Path | None) -> bool:
@@ -142,6 +173,7 @@ def make_card(model: nn.Module, repository: str, auto: str, card: Mapping[str, A
         )
     title = card.get("title") or repository.rpartition("/")[2]
     base = card.get("base_model") or (RELEASED_REPOSITORY if derived else None)
+    bases = base if isinstance(base, str) or base is None else ", ".join(base)
     data: dict[str, Any] = {"library_name": "transformers"}
     if auto == "AutoModelForCausalLM":
         data["pipeline_tag"] = "text-generation"
@@ -161,7 +193,7 @@ def make_card(model: nn.Module, repository: str, auto: str, card: Mapping[str, A
     own = _OWN_LICENCE.format(weights="" if derived else weights).rstrip()
     body = _BODY.format(
         title=title,
-        description=card.get("description") or (f"Derived from {base}." if base else "Built with `modeling_k3`."),
+        description=card.get("description") or (f"Derived from {bases}." if base else "Built with `modeling_k3`."),
         table="\n".join(f"| {name} | {value} |" for name, value in describe(model)),
         auto=auto,
         repository=repository,
@@ -224,7 +256,9 @@ def active_parameters(model: nn.Module) -> int:
 def _figures(figures: Sequence[Mapping[str, Any]]) -> str:
     if not figures:
         return "Parameters and form above were counted while saving. No other figures were given."
-    cells = [[str(figure.get(name, "")).replace("|", "\\|") for name in FIGURE_FIELDS] for figure in figures]
+    # A cell is one line of text.
+    rows = [[" ".join(str(figure.get(name, "")).split()) for name in FIGURE_FIELDS] for figure in figures]
+    cells = [[cell.replace("|", "\\|") for cell in row] for row in rows]
     head = ["| " + " | ".join(FIGURE_FIELDS) + " |", "|" + "---|" * len(FIGURE_FIELDS)]
     return "Measured by whoever made the model.\n\n" + "\n".join(
         head + ["| " + " | ".join(row) + " |" for row in cells]

@@ -21,6 +21,7 @@ from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import logging
 from transformers.utils.hub import cached_file
 
+from .class_maps import tokenizer_reference
 from .configuration_k3 import K3Config
 from .hub_card import CARD_FILE, check_card, is_derived, make_card
 from .markup import ENDS
@@ -128,15 +129,15 @@ class HubUpload:
             What the hub says about the commit.
 
         Raises:
-            ValueError, TypeError: an entry of `card` that is not allowed, or a licence other than the one that binds;
-                before anything is created.
+            ValueError, TypeError: an entry of `card` that is not allowed, a licence other than the one that binds, or a
+                tokenizer or class that cannot go along; before anything is created.
         """
-        given = check_card(card)
-        _card_text(self, repo_id, given)
+        more = check_card({"tags": tags}).get("tags", ())
+        given = code_options(self, repo_id, True, True, tokenizer, card, {"repository": repo_id})["card"]
         api = HfApi(token=token)
         repo = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         wants_card = card is not None or not api.file_exists(repo, CARD_FILE, revision=_branch(revision))
-        given["tags"] = [*given.get("tags", ()), *(tags or ()), *(self.model_tags or ())]
+        given["tags"] = [*given.get("tags", ()), *more, *(self.model_tags or ())]
         with tempfile.TemporaryDirectory() as folder:
             options = {"max_shard_size": max_shard_size, **save_options}
             self.save_pretrained(folder, with_code=True, tokenizer=tokenizer, card=given, repository=repo, **options)
@@ -160,6 +161,7 @@ def _branch(revision: str | None) -> str | None:
 
 
 def code_options(
+    model: nn.Module,
     save_directory: str | os.PathLike,
     is_usual: bool,
     with_code: bool | None,
@@ -167,9 +169,10 @@ def code_options(
     card: Any,
     options: dict[str, Any],
 ) -> dict[str, Any] | None:
-    """Check and collect what a save is told about code; None for a save without.
+    """Check and collect what a save is told about code, before anything is written; None for a save without.
 
     Args:
+        model: what is saved.
         save_directory: names the repository where `options` do not.
         is_usual: whether the code goes along if nothing is said.
         with_code: what is said, or None.
@@ -177,11 +180,20 @@ def code_options(
         options: of the save; `repository` is taken out.
 
     Raises:
-        ValueError: a tokenizer or a card without code; see `check_card`.
+        ValueError: a tokenizer or a card without code; a class without a file; see `check_card` and `make_card`.
+        TypeError: a tokenizer whose code does not go along; see `check_card`.
     """
     repository = options.pop("repository", None) or options.get("repo_id") or Path(save_directory).resolve().name
     if is_usual if with_code is None else with_code:
-        return {"repository": repository, "tokenizer": tokenizer, "card": check_card(card)}
+        given = check_card(card)
+        _card_text(model, repository, given)
+        module = type(model).__module__
+        if module == "__main__" or not hasattr(sys.modules[module], "__file__"):
+            raise ValueError(f"{type(model).__name__} has no file of its own to upload; put the class into a module")
+        # By name: a tokenizer of the hub's copy of the code is another class.
+        if tokenizer is not None and "K3Tokenizer" not in {base.__name__ for base in type(tokenizer).__mro__}:
+            raise TypeError(f"tokenizer is a {type(tokenizer).__name__}; allowed is a K3Tokenizer, or None")
+        return {"repository": repository, "tokenizer": tokenizer, "card": given}
     if tokenizer is not None or card is not None:
         raise ValueError("tokenizer and card go along with code only; allowed is with_code=True beside them")
     return None
@@ -198,19 +210,17 @@ def write_code(
         target: where the files will be; a card that is there stays unless `card` says something.
         repository: its name, for the card.
         tokenizer: saved along, with its code; None for none.
-        card: what the card says besides what can be counted, see `hub_card.check_card`.
+        card: what the card says besides what can be counted, as `hub_card.check_card` returns it.
 
     Raises:
-        ValueError: the model's class is defined in a script, which has no file to take along; see `make_card`.
+        ValueError: see `make_card`.
     """
     text, derived, source = _card_text(model, repository, card)
-    if type(model).__module__ == "__main__" or not hasattr(sys.modules[type(model).__module__], "__file__"):
-        raise ValueError(f"{type(model).__name__} has no file of its own to upload; put the class into a module")
     custom_object_save(model, folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder, with_code=True)
         _end_with(folder / "generation_config.json", tokenizer)
-    set_class_map(folder, class_map(model, tokenizer is not None))
+    set_class_map(folder, class_map(model, tokenizer is not None or tokenizer_reference(target) is not None))
     if card or not (target / CARD_FILE).is_file():
         (folder / CARD_FILE).write_text(text, encoding="utf-8")
     if derived:

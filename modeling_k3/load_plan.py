@@ -105,7 +105,8 @@ def make_plan(model: nn.Module, checkpoint: Checkpoint) -> Plan:
     """Sort a checkpoint's tensors, open the files that are needed, and compare names and shapes with the model.
 
     Raises:
-        ValueError: a broken file; two tensors for one parameter; a padded tensor whose tail is not zero.
+        ValueError: a broken file; two tensors for one parameter; a padded tensor whose tail is not zero; numbers of 8
+            bits that lack their scale.
     """
     plan = Plan()
     plan.layout.checkpoint = checkpoint
@@ -154,7 +155,7 @@ def holds_heads(shape: Sequence[int], num_heads: int) -> bool:
 def _compare_plain(model: nn.Module, plan: Plan) -> None:
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     twins = {**tied, **{source: target for target, source in tied.items()}}
-    stacks = {f"{name}." for name, _ in iter_experts(model)}
+    stacks = {f"{name}." for name, module in iter_experts(model) if not hasattr(module, "bits")}
     known = set()
     for name, parameter in model.state_dict().items():
         if any(name.startswith(stack) for stack in stacks):
@@ -171,6 +172,7 @@ def _compare_plain(model: nn.Module, plan: Plan) -> None:
         stored, needed = place[1].shape, tuple(parameter.shape)
         if not place[1].torch_dtype.is_floating_point and parameter.is_floating_point():
             raise ValueError(f"{place[0].path}: {short} is stored as {place[1].dtype}; allowed are floating formats")
+        check_is_plain(short, place)
         if short.endswith("self_attn.A_log") and stored != needed and holds_heads(stored, needed[0]):
             tail = place[0].read(place[1]).reshape(-1)[needed[0] :]
             if tail.any():
@@ -193,6 +195,10 @@ def _compare_experts(model: nn.Module, plan: Plan) -> None:
         if layer not in layers:
             plan.unknown += [expert_name(layer, key) for key in places]
     for layer, (name, module) in layers.items():
+        if hasattr(module, "bits"):
+            # Stacks under names of their own, compared like any parameter.
+            plan.unknown += [expert_name(layer, key) for key in plan.experts.get(layer, {})]
+            continue
         places = plan.experts.get(layer, {})
         kind = stored_kind(places)
         keys = {(e, m, ending) for e in range(module.num_experts) for m in MATRICES for ending in ENDINGS[kind]}
@@ -202,6 +208,7 @@ def _compare_experts(model: nn.Module, plan: Plan) -> None:
             continue
         plan.missing += [expert_name(layer, key) for key in keys - places.keys()]
         for key in keys & places.keys():
+            check_is_plain(expert_name(layer, key), places[key])
             entry, needed = places[key][1], expert_shape(module, key[1], key[2])
             fits = entry.dtype == "U8" if kind == "packed" else entry.torch_dtype.is_floating_point
             if entry.shape != needed or not fits:
@@ -209,6 +216,19 @@ def _compare_experts(model: nn.Module, plan: Plan) -> None:
             if not fits:
                 wanted = "U8" if kind == "packed" else "a floating format"
                 plan.formats[expert_name(layer, key)] = f" stored as {entry.dtype} instead of {wanted}"
+
+
+def check_is_plain(name: str, place: Place) -> None:
+    """Refuse 8-bit floating numbers: they stand for weights only together with a scale, which no layout here has.
+
+    Raises:
+        ValueError: names the tensor and its file.
+    """
+    if place[1].dtype.startswith("F8"):
+        raise ValueError(
+            f"{place[0].path}: {name} is stored as {place[1].dtype}, which means nothing without its scale; allowed "
+            "are F64, F32, F16 and BF16, and MXFP4 for routed experts: convert the checkpoint with the tool it is from"
+        )
 
 
 def stored_kind(places: Iterable[tuple[int, str, str]]) -> str:

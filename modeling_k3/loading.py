@@ -40,6 +40,7 @@ def fill(model: nn.Module, plan: Plan, load_config: Any, state: LoadState) -> No
     """
     device_map = {"": "cpu"} if load_config.device_map is None else load_config.device_map
     check_covers(model, device_map)
+    travelling = 0
     for name, module in iter_experts(model):
         places = plan.experts.get(layer_of(canonical(name) + "."))
         if not places:
@@ -49,9 +50,15 @@ def fill(model: nn.Module, plan: Plan, load_config: Any, state: LoadState) -> No
         if module.storage == "packed" and is_away and stored_kind(places) == "packed":
             # Hooks would bring the whole stack of a layer; mapped experts travel one by one.
             module.use_storage("mapped")
+            travelling += 1
         if module.storage == "mapped":
             module.use_storage("mapped", ExpertPages(stored_kind(places), module.num_experts, places))
         module._is_hf_initialized = True
+    if travelling:
+        logger.warning(
+            f"packed experts of {travelling} layers are mapped: the device map has them on disk, or in main memory "
+            "beside an accelerator, from where they are read one by one as they are used (expert_memory limits them)"
+        )
     rounded = _fill_bits(model, plan, device_map, state)
     makers = {name: (make, sources) for name, make, sources in _makers(model, plan)}
     tied = list((getattr(model, "all_tied_weights_keys", None) or {}).items())

@@ -5,11 +5,11 @@
     model = K3ForCausalLM.from_pretrained(path, expert_storage="mapped")
     quantize_experts(model, bits=3)
 
-One expert is read at a time, so memory never holds more than the result. It lives in memory: there is no such form in
-the files, and saving is refused. Products expand a matrix each time it is used, in the library's torch code. Scales
-make it 8.5, 4.5, 3.7 and 2.5 bits for each weight. On examples/pico (`benchmarks/low_bits.py`) 8 and 4 bits cost
-nothing that can be measured, 3 bits a hundredth and 2 bits a twelfth of what the routed experts are worth; larger
-models that rely on them more lose more.
+One expert is read at a time, so memory never holds more than the result. It is saved as it is, as stacks under names of
+their own, and config.json tells of it (`quantization_config.experts`); loading needs HQQ again. Products expand a
+matrix each time it is used, in the library's torch code. Scales make it 8.5, 4.5, 3.7 and 2.5 bits for each weight. On
+examples/pico (`benchmarks/low_bits.py`) 8 and 4 bits cost nothing that can be measured, 3 bits a hundredth and 2 bits a
+twelfth of what the routed experts are worth; larger models that rely on them more lose more.
 Source: HQQ (Badri and Shaji 2023).
 """
 
@@ -44,13 +44,18 @@ class K3LowBitExperts(K3Experts):
     `<name>_scale` [N, groups, 1] bfloat16, `<name>_zero` [N, groups, 1] float16.
     """
 
-    def __init__(self, source: Any, bits: int, group: int) -> None:
+    def __init__(self, source: Any, bits: int, group: int, *, is_empty: bool = False) -> None:
         with torch.device("meta"):
             super().__init__(source.config)
         self._parameters.clear()
         self.bits, self.group, self.storage = bits, group, f"hqq{bits}"
         self._dense_dtype = source.dense_dtype
         for name, shape in self.stack_shapes().items():
+            if is_empty:
+                for part, (size, dtype) in zip(_PARTS, _layout(shape, bits, group), strict=True):
+                    value = torch.empty(size, dtype=dtype, device="meta")
+                    self.register_parameter(f"{name}_{part}", nn.Parameter(value, requires_grad=False))
+                continue
             rounded = [_round(source.matrix(expert, name, torch.float32), bits, group) for expert in range(shape[0])]
             for part, tensors in zip(_PARTS, zip(*rounded, strict=True), strict=True):
                 self.register_parameter(f"{name}_{part}", nn.Parameter(torch.stack(tensors), requires_grad=False))
@@ -77,15 +82,8 @@ class K3LowBitExperts(K3Experts):
         raise ValueError(f"experts in {self.bits} bits cannot become {storage!r}: load the checkpoint again")
 
     def released(self, tensors: dict[str, Tensor], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-        """Refused: the checkpoint's layout has no such form.
-
-        Raises:
-            ValueError: always.
-        """
-        raise ValueError(
-            f"experts are in {self.bits} bits of HQQ, for which the checkpoint's layout has no place; allowed is to "
-            "save an adapter, or the model before quantize_experts"
-        )
+        """Yield the stacks as they are: the release's names are for single matrices of other forms."""
+        yield from ((name, tensor) for name, tensor in tensors.items() if name.startswith(prefix))
 
 
 def quantize_experts(model: nn.Module, bits: int, group: int = 64) -> None:
@@ -118,6 +116,39 @@ def quantize_experts(model: nn.Module, bits: int, group: int = 64) -> None:
     for name, module in found:
         model.set_submodule(name, K3LowBitExperts(module, bits, group))
     logger.warning(model.weight_report())
+
+
+def expert_bits(model: nn.Module) -> dict[str, int] | None:
+    """What config.json says about experts in HQQ's bits: {"bits": ..., "group": ...}; None where there are none."""
+    found = [module for _, module in iter_experts(model) if hasattr(module, "bits")]
+    return {"bits": found[0].bits, "group": found[0].group} if found else None
+
+
+def expect_low_bits(model: nn.Module, form: Any) -> None:
+    """Give a model on the meta device the experts that a checkpoint in HQQ's bits fills.
+
+    Args:
+        model: changed.
+        form: what `expert_bits` returned when it was saved.
+
+    Raises:
+        ValueError: something else.
+        ImportError: without hqq.
+    """
+    is_known = isinstance(form, dict) and form.keys() == {"bits", "group"} and form["bits"] in BITS
+    if not is_known or type(form["group"]) is not int or form["group"] < 8 or form["group"] % 8:
+        raise ValueError(f"quantization_config.experts={form!r}; allowed are bits of {list(BITS)} and a group")
+    _quantizer()
+    for name, module in iter_experts(model):
+        model.set_submodule(name, K3LowBitExperts(module, form["bits"], form["group"], is_empty=True))
+
+
+def _layout(shape: tuple[int, int, int], bits: int, group: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and number format of codes, scales and zeros of a stack, as HQQ packs them."""
+    groups = shape[1] * shape[2] // group
+    rows = -(-groups // 10) if bits == 3 else groups * bits // 8
+    sizes = [(shape[0], rows, group), (shape[0], groups, 1), (shape[0], groups, 1)]
+    return list(zip(sizes, (torch.int32 if bits == 3 else torch.uint8, torch.bfloat16, torch.float16), strict=True))
 
 
 def low_bit_bytes(numel: int, bits: int, group: int = 64) -> int:

@@ -1,39 +1,16 @@
-"""What a forward accepts, checked before anything is computed, and the masks it works with."""
-
-from typing import NamedTuple
+"""What a forward accepts, checked before anything is computed."""
 
 import torch
 from torch import Tensor
-from transformers.masking_utils import create_causal_mask
 from transformers.utils import is_torchdynamo_compiling
 
-from .attention_span import AttentionSpan, read_pair_mask
+from .attention_span import read_pair_mask
 from .cache import K3Cache
 from .configuration_k3 import K3Config
-from .packing import Packing, documents_from_lengths
+from .packing import documents_from_lengths
 
 #: Arguments with which callers describe several documents packed into one row.
 PACKING_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
-#: Implementations whose place `mla_forms` takes where there is a history or a packed row.
-_OWN_FORMS = ("eager", "sdpa")
-
-
-class CallMasks(NamedTuple):
-    """What one forward reads of its masks.
-
-    Args:
-        padding: [B, T] bool, False at padding among the new tokens; None: no padding there.
-        packing: documents in the rows; None: each row is one.
-        full: for MLA, what the attention implementation in use expects; None: causal, or see `span`.
-        span: for MLA in the place of `full` where there is a history or a packed row.
-    """
-
-    padding: Tensor | None
-    packing: Packing | None
-    full: Tensor | None
-    span: AttentionSpan | None
-
-
 #: Arguments with which callers hand over images.
 IMAGE_ARGUMENTS = ("pixel_values", "pixel_values_videos", "image_embeds", "image_grid_thw", "grid_thws")
 
@@ -255,63 +232,3 @@ def read_documents(
         if not torch.equal(borders[name], borders[first]):
             raise ValueError(f"{first} and {name} describe different packed sequences; allowed is one description")
     return found[first] if borders[first].any() else None
-
-
-def read_call(
-    config: K3Config,
-    embeds: Tensor,
-    attention_mask: Tensor | None,
-    position_ids: Tensor | None,
-    cache: K3Cache | None,
-    kwargs: dict,
-) -> CallMasks:
-    """Read and check everything that says which tokens see which. Changes nothing.
-
-    Raises:
-        ValueError: see `padding_mask` and `read_documents`; packed sequences with a cache.
-    """
-    batch, length = embeds.shape[:2]
-    padding = padding_mask(attention_mask, batch, length, cache)
-    packed = [name for name in PACKING_ARGUMENTS if kwargs.get(name) is not None]
-    documents = None if packed and cache is not None else read_documents(position_ids, padding, batch, length, kwargs)
-    if cache is not None and (packed or documents is not None):
-        what = ", ".join(packed) or "position_ids are not consecutive inside a row"
-        raise ValueError(
-            f"{what}: packed sequences cannot be cached or continue a cache; allowed is cache=None, or one row for each"
-        )
-    if cache is not None:
-        check_goes_on(position_ids, padding, cache)
-    packing = None if documents is None else Packing(documents, padding)
-    past = 0 if cache is None else cache.get_seq_length()
-    if "full_attention" not in config.layer_types:
-        return CallMasks(padding, packing, None, None)
-    real = _real_tokens(padding, cache, batch, length, embeds.device)
-    if (past or packing is not None) and config._attn_implementation in _OWN_FORMS:
-        return CallMasks(padding, packing, None, AttentionSpan(past, real, documents))
-    if packing is not None:
-        raise ValueError(
-            f"packed sequences with attn_implementation={config._attn_implementation!r}; allowed are {_OWN_FORMS}"
-        )
-    full = create_causal_mask(
-        config=config,
-        inputs_embeds=embeds,
-        attention_mask=real,
-        cache=cache,
-        layer_idx=config.layer_types.index("full_attention"),
-    )
-    return CallMasks(padding, packing, full, None)
-
-
-def _real_tokens(
-    padding: Tensor | None, cache: K3Cache | None, batch: int, length: int, device: torch.device
-) -> Tensor | None:
-    """[batch, seen + length] bool, False at padding, or None where there is none at all."""
-    seen = 0 if cache is None else cache.get_seq_length()
-    known = None if cache is None else cache.real
-    if padding is None and known is None:
-        return None
-    if known is None:
-        known = torch.ones(batch, seen, dtype=torch.bool, device=device)
-    if padding is None:
-        padding = torch.ones(batch, length, dtype=torch.bool, device=device)
-    return torch.cat([known.to(device), padding.to(device)], dim=1)

@@ -1,16 +1,19 @@
 """Gated multi-head latent attention without positions (NoPE), cached as its latent."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.integrations.accelerate import force_accelerate_hooks
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .attention_span import AttentionSpan
+from .attention_span import FLEX, OWN_FORMS, AttentionSpan, is_flash
 from .cache import K3Cache
 from .configuration_k3 import K3Config
 from .mla_forms import latent_attention, prefers_absorbed
 from .norms import K3RMSNorm
+from .packing import Packing
 from .precision import at_least_fp32, upcast
 
 
@@ -42,8 +45,8 @@ def eager_attention(
 def _to_one_width(*states: Tensor) -> tuple[Tensor, ...]:
     """Append zeros to queries and keys, or to values, until all are equally wide.
 
-    The fused kernel of a CPU serves nothing else; without it torch forms the scores of all pairs of tokens. Zeros add
-    nothing to a score, and what they add to the result is cut off.
+    The fused kernel of a CPU serves nothing else, and without it torch forms the scores of all pairs of tokens; nor do
+    flash and flex attention on every machine. Zeros add nothing to a score, and what they add to the result is cut off.
     """
     width = max(x.shape[-1] for x in states)
     return tuple(x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in states)
@@ -92,17 +95,20 @@ class K3MLAttention(nn.Module):
         cache: K3Cache | None = None,
         padding_mask: Tensor | None = None,
         span: AttentionSpan | None = None,
+        packing: Packing | None = None,
         **kwargs: object,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend.
 
         Args:
             hidden_states: x [B, T, D], zero at padding.
-            attention_mask: what the attention implementation in use expects, [B, 1, T, S] or None (causal).
+            attention_mask: what the attention implementation in use expects: [B, 1, T, S] (eager, sdpa), a block mask
+                (flex), [B, S] (flash), or None (causal).
             cache: continued and updated; None starts from nothing.
             padding_mask: [B, T] bool, False at padding; None: no padding.
             span: what may be read, in the place of `attention_mask`: then the forms of `mla_forms` are used, absorbed
                 for few new tokens.
+            packing: documents to keep apart, for flash attention; the others find them in their masks.
 
         Returns:
             [B, T, D], zero at padding, and the weights [B, H, T, S] where the implementation forms them.
@@ -116,14 +122,8 @@ class K3MLAttention(nn.Module):
         if span is not None and self._has_plain_weight():
             o, weights = self._attend_to_latents(query, latent, shared, span)
         else:
-            if span is not None:
-                attention_mask = self._pair_mask(span, query)
-            implementation = self.config._attn_implementation
-            attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
             states = (query, *self._expand(latent, shared))
-            if implementation == "sdpa" and query.device.type == "cpu":
-                states = _to_one_width(*states)
-            o, weights = attend(self, *states, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs)
+            o, weights = self._attend_to_all(states, attention_mask, span, packing, kwargs)
             o = o[..., : self.v_head_dim]
         o = o.flatten(-2)
         if self.use_output_gate:
@@ -167,6 +167,31 @@ class K3MLAttention(nn.Module):
             absorb=prefers_absorbed(query.shape[2], self.kv_lora_rank, self.nope_dim, self.v_head_dim),
             output_weights=self.config._attn_implementation == "eager",
         )
+
+    def _attend_to_all(
+        self,
+        states: tuple[Tensor, ...],
+        attention_mask: Any,
+        span: AttentionSpan | None,
+        packing: Packing | None,
+        kwargs: dict[str, Any],
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend to expanded keys and values through the implementation in use."""
+        implementation = self.config._attn_implementation
+        if span is not None:
+            attention_mask = self._pair_mask(span, states[0])
+            # The others take no mask per pair of tokens.
+            implementation = implementation if implementation in OWN_FORMS else "sdpa"
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
+        common = {"dropout": 0.0, "scaling": self.scaling, **kwargs}
+        is_fused = implementation == FLEX or is_flash(implementation)
+        if is_fused or (implementation == "sdpa" and states[0].device.type == "cpu"):
+            states = _to_one_width(*states)
+        if packing is not None and is_flash(implementation):
+            return packing.run_flat(states, lambda *x, **told: attend(self, *x, None, **{**common, **told})[0]), None
+        o, weights = attend(self, *states, attention_mask, **common)
+        # What flex returns beside the result are sums of exponentials, no weights.
+        return o, None if is_fused else weights
 
     def _pair_mask(self, span: AttentionSpan, query: Tensor) -> Tensor | None:
         """The mask per pair of tokens, as the implementation in use adds or selects it."""

@@ -9,6 +9,8 @@ released dimensions. Scores live for one block and one tile of queries only, in 
 2607.24653 section 2.1.2 (NoPE: nothing has to be rotated again, so the products can be absorbed).
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -81,7 +83,7 @@ def _attend(
     q_own, q_shared = q_own.to(wide) * scaling, q_shared.to(wide) * scaling
     blocks, tiles = _blocks(query, latent, absorb=absorb, is_whole=output_weights or torch.compiler.is_compiling())
     # From the tensors at hand, so that a compiled graph sees that all keys are allowed to a single new token.
-    span = AttentionSpan(latent.shape[1] - query.shape[2], span.real, span.documents)
+    span = replace(span, past=latent.shape[1] - query.shape[2])
     sums: list[tuple[Tensor, Tensor, Tensor] | None] = [None] * len(tiles)
     kept = None
     for keys in blocks:

@@ -14,16 +14,18 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .attn_res import K3KeyRMSNorm, K3PseudoQuery
 from .cache import K3Cache
+from .cache_choice import first_layers
+from .call_masks import CallMasks, read_call
 from .checkpoint import VISION_TENSORS, register_conversions
 from .configuration_k3 import K3Config
 from .decoder_layer import K3DecoderLayer, brought_to
 from .expert_memory import K3ExpertMemory
-from .generation import K3GenerationMixin, first_layers
+from .generation import K3GenerationMixin
 from .head_checks import check_labels, check_logits_to_keep
 from .initialization import init_k3_module
 from .kda import K3DeltaAttention, check_kda_implementation
 from .latent_moe import K3Router, balance_loss
-from .masks import PACKING_ARGUMENTS, CallMasks, check_cache, check_inputs, is_tracing, read_call
+from .masks import PACKING_ARGUMENTS, check_cache, check_inputs, is_tracing
 from .norms import K3RMSNorm
 from .outputs import K3CausalLMOutput, K3LayerWeights, K3ModelOutput
 from .precision import KEEP_IN_FP32
@@ -42,6 +44,8 @@ class K3PreTrainedModel(K3ExpertMemory):
     supports_gradient_checkpointing = True
     _no_split_modules = ["K3DecoderLayer"]
     _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
     _supports_attention_backend = True
     # K3Cache can take tokens back, so that drafts can be verified.
     _is_stateful = False

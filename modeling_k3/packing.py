@@ -29,7 +29,29 @@ class Packing:
 
     def __init__(self, documents: Tensor, padding: Tensor | None) -> None:
         self.documents, self.shape = documents, tuple(documents.shape)
-        self.buckets = _fill_buckets(documents, padding)
+        #: Real tokens as positions in the flattened [B * T].
+        self.places, starts, sizes = _find_documents(documents, padding)
+        self.buckets = _fill_buckets(self.places, starts, sizes)
+        #: Where among them documents begin and the last one ends, [documents + 1] int32, and the longest one's length.
+        self.borders = torch.cat([starts, starts.new_tensor([len(self.places)])]).to(torch.int32)
+        self.longest = max(sizes.tolist(), default=0)
+
+    def run_flat(self, x: tuple[Tensor, ...], run: Callable[..., Tensor]) -> Tensor:
+        """Apply `run` to all documents behind each other in one row, as kernels take them that know their borders.
+
+        Args:
+            x: tensors [B, H, T, d].
+            run: takes them as [1, H, n, d], and by name `cu_seq_lens_q` and `cu_seq_lens_k` (the borders),
+                `max_length_q` and `max_length_k`; returns [1, n, H, d].
+
+        Returns:
+            [B, T, H, d], zero at padding.
+        """
+        rows = [each.transpose(1, 2).flatten(0, 1)[self.places].transpose(0, 1).unsqueeze(0) for each in x]
+        told = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), self.borders)
+        found = run(*rows, **told, **dict.fromkeys(("max_length_q", "max_length_k"), self.longest))[0]
+        result = found.new_zeros(self.shape[0] * self.shape[1], *found.shape[1:])
+        return result.index_copy(0, self.places, found).unflatten(0, self.shape)
 
     def run(self, x: tuple[Tensor | None, ...], run: Callable[..., Tensor]) -> Tensor:
         """Apply `run` to the documents as rows and put the results back in their places.
@@ -52,7 +74,7 @@ class Packing:
         return result.unflatten(0, self.shape)
 
 
-def _fill_buckets(documents: Tensor, padding: Tensor | None) -> list[Bucket]:
+def _find_documents(documents: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     batch, length = documents.shape
     row = torch.arange(batch, device=documents.device).unsqueeze(1).expand(batch, length)
     real = torch.ones_like(documents, dtype=torch.bool) if padding is None else padding
@@ -60,7 +82,10 @@ def _fill_buckets(documents: Tensor, padding: Tensor | None) -> list[Bucket]:
     names = torch.stack([row.flatten()[places], documents.flatten()[places]])
     begins = torch.cat([torch.ones_like(places[:1], dtype=torch.bool), (names[:, 1:] != names[:, :-1]).any(0)])
     starts = begins.nonzero().squeeze(1)
-    sizes = torch.diff(torch.cat([starts, starts.new_tensor([len(places)])]))
+    return places, starts, torch.diff(torch.cat([starts, starts.new_tensor([len(places)])]))
+
+
+def _fill_buckets(places: Tensor, starts: Tensor, sizes: Tensor) -> list[Bucket]:
     buckets = []
     for power in sorted({int(size - 1).bit_length() for size in sizes.tolist()}):
         chosen = (sizes > 2 ** (power - 1)) & (sizes <= 2**power) if power else sizes == 1

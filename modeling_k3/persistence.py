@@ -10,10 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.integrations.accelerate import get_max_memory
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import logging
 
+from .block_borders import prefer_block_borders
+from .byte_sizes import parse_size
 from .checkpoint import TEXT_PREFIX, Checkpoint, check_loaded
 from .dense_bits import check_dense_config
 from .hub_code import HubUpload, code_options, set_class_map, write_code
@@ -28,7 +31,6 @@ from .placement import (
     disjoint,
     is_nested,
     loading,
-    parse_size,
     serve_from_disk,
 )
 from .quantizer import block_to_write, check_storage, is_released_block, loading_options, own_block, split_dense
@@ -165,6 +167,8 @@ class K3Persistence(HubUpload, WeightReport, PreTrainedModel):
         apply_storage(model, state.checkpoint, state)
         plan = make_plan(model, state.checkpoint)
         info = check_plan(plan, model, state)
+        if isinstance(state.device_map, str) and load_config.device_map is not None:
+            prefer_block_borders(model, load_config.device_map, get_max_memory(state.max_memory))
         report_vision(state.checkpoint)
         fill(model, plan, load_config, state)
         info.missing_keys -= set(state.disk) - set(plan.tied)
@@ -206,11 +210,12 @@ class K3Persistence(HubUpload, WeightReport, PreTrainedModel):
                 checkpoints and other quantisations are its business.
 
         Raises:
-            ValueError: a size that is none; `vision` without vision tensors; a part in the place of the whole.
+            ValueError: a size that is none; `vision` without vision tensors; a part in the place of the whole; a card
+                or a class that cannot be uploaded. Nothing is made then.
             NotADirectoryError: `save_directory` is a file.
         """
         limit, target = parse_size(max_shard_size, "max_shard_size"), Path(save_directory)
-        code = code_options(target, push_to_hub or self.is_remote_code(), with_code, tokenizer, card, kwargs)
+        code = code_options(self, target, push_to_hub or self.is_remote_code(), with_code, tokenizer, card, kwargs)
         options = {"state_dict": state_dict, "max_shard_size": max_shard_size, "variant": variant, **kwargs}
         tensors = None if self._saves_by_library(kwargs) else dict(state_dict or self.state_dict())
         if tensors is None or any(hasattr(tensor, "full_tensor") for tensor in tensors.values()):
@@ -269,7 +274,7 @@ def _own_config(cls: type, path: str | PathLike, config: Any, kwargs: dict[str, 
     source = path if config is None else config
     adapter = Path(source) / "adapter_config.json"
     if adapter.is_file() and not (Path(source) / "config.json").is_file():
-        source = json.loads(adapter.read_text())["base_model_name_or_path"]
+        source = json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"]
     hub = {name: kwargs[name] for name in HUB_OPTIONS if kwargs.get(name) is not None}
     own = cls.config_class.from_pretrained(source, **hub)
     # Attributes of the config may be given beside the path, as in the library.

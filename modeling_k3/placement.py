@@ -15,9 +15,12 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
+from .byte_sizes import parse_size
 from .checkpoint import EXPERT, Checkpoint, canonical, layer_of
 from .experts import iter_experts
+from .low_bits import expect_low_bits
 from .stored_bits import is_stored_in_bits
+from .systems import memory_bound
 
 logger = logging.get_logger(__name__)
 
@@ -25,7 +28,6 @@ logger = logging.get_logger(__name__)
 STORAGES = ("dense", "packed", "mapped")
 # The rest is for activations, caches and everybody else on the machine.
 _SHARE_OF_MEMORY = 0.8
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 @dataclass
@@ -45,6 +47,7 @@ class LoadState:
         disk: parameters that the device map leaves on disk, by name.
         dense: the BitsAndBytesConfig that the user asks for, or None.
         file_dense: the one that config.json tells of, or None.
+        file_experts: what config.json tells of experts in HQQ's bits, or None.
     """
 
     strict: bool = True
@@ -59,6 +62,7 @@ class LoadState:
     disk: dict[str, Callable[[], Tensor]] = field(default_factory=dict)
     dense: Any = None
     file_dense: Any = None
+    file_experts: Any = None
 
     @property
     def packs(self) -> bool:
@@ -98,21 +102,9 @@ def collecting_later() -> Iterator[None]:
             gc.enable()
 
 
-def parse_size(size: int | str, name: str = "size") -> int:
-    """Turn "5GB", "300 MiB" or a number into bytes.
-
-    Raises:
-        ValueError: anything else.
-    """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
-    if isinstance(size, bool) or not found or found[2].upper() not in _UNITS:
-        raise ValueError(f"{name}={size!r} is no size; allowed are numbers of bytes, and e.g. '5GB' or '300MiB'")
-    return int(float(found[1]) * _UNITS[found[2].upper()])
-
-
 def available_memory() -> int:
     """Bytes of main memory this process may still take: what the system has, within its control group's limit."""
-    free = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    free = [memory_bound()]
     try:
         found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
         free += [int(found[1]) * 1024] if found else []
@@ -216,11 +208,19 @@ def apply_storage(model: nn.Module, checkpoint: Checkpoint, state: LoadState) ->
         state: `state.storage` is filled in where it is None.
 
     Raises:
-        ValueError: packed experts were asked for, and some are stored dense.
+        ValueError: packed experts were asked for, and some are stored dense; any form, and they are in HQQ's bits.
     """
     if state.is_applied:
         return
     state.is_applied = True
+    if state.file_experts is not None:
+        if state.storage is not None:
+            raise ValueError(
+                f"expert_storage={state.storage!r}, but the experts are stored in bits of HQQ ({state.file_experts}), "
+                "from which there is no way back; allowed is None"
+            )
+        expect_low_bits(model, state.file_experts)
+        return
     modules = {layer_of(canonical(name) + "."): module for name, module in iter_experts(model)}
     packed, packs = checkpoint.packed_layers, state.packs
     plain = sorted(layer for layer in modules if layer is not None and layer not in packed)

@@ -17,6 +17,7 @@ from transformers.utils.quantization_config import Mxfp4Config
 from .checkpoint import Checkpoint
 from .dense_bits import check_dense_config, check_not_quantized, is_dense_config, read_dense_config
 from .experts import iter_experts
+from .low_bits import expert_bits
 from .placement import STORAGES, LoadState, apply_storage, current_load
 
 METHOD = "k3_mxfp4"
@@ -77,7 +78,8 @@ class K3Mxfp4Config(Mxfp4Config):
             fits in memory, mapped otherwise.
         block: the block as read from a file; None for the released one.
         dense: a BitsAndBytesConfig for the linear layers outside of the experts, carried out while loading; None
-            leaves them as they are. A block of a file that was saved with such layers has it as its entry `dense`.
+            leaves them as they are. A block of a file that was saved with such layers has it as its entry `dense`;
+            of experts in HQQ's bits its entry `experts` tells.
 
     Raises:
         ValueError: an unknown `expert_storage`, or one that contradicts `dequantize`.
@@ -94,7 +96,7 @@ class K3Mxfp4Config(Mxfp4Config):
         check_dense_config(dense)
         self.expert_storage = "dense" if dequantize else expert_storage
         self.block = deepcopy(RELEASED_BLOCK if block is None else block)
-        stored = self.block.pop("dense", None)
+        stored, self.experts = self.block.pop("dense", None), self.block.pop("experts", None)
         self.dense = read_dense_config(stored) if dense is None else dense
         # The library forgets the block of a model whose experts were expanded: with fewer bits elsewhere it is needed.
         super().__init__(dequantize=self.expert_storage == "dense" and self.dense is None)
@@ -124,6 +126,8 @@ class K3Mxfp4Config(Mxfp4Config):
         block = deepcopy(self.block)
         if self.dense is not None:
             block |= {"quant_method": METHOD, "dense": self.dense.to_dict()}
+        if self.experts is not None:
+            block |= {"quant_method": METHOD, "experts": dict(self.experts)}
         return block
 
 
@@ -164,6 +168,7 @@ def own_block(block: Any, state: LoadState) -> K3Mxfp4Config | None:
     block = block.to_dict() if hasattr(block, "to_dict") else block
     made = K3Mxfp4Config(expert_storage=state.storage, block=block, dense=state.dense)
     state.file_dense = made.dense if state.dense is None else None
+    state.file_experts = made.experts
     return made
 
 
@@ -173,14 +178,17 @@ def block_to_write(model: Any) -> Any:
     A model in which nothing is MXFP4 gets a block without its description.
     """
     block, dense = vars(model.config).get("quantization_config"), model.__dict__.get("_k3_dense_bits")
-    if dense is None:
+    experts = expert_bits(model)
+    if dense is None and experts is None:
         return block
     is_packed = any(
         module.storage == "packed" or getattr(module.pages, "kind", None) == "packed"
         for _, module in iter_experts(model)
         if hasattr(module, "pages")
     )
-    return K3Mxfp4Config(block=getattr(block, "block", None) if is_packed else {"quant_method": METHOD}, dense=dense)
+    made = K3Mxfp4Config(block=getattr(block, "block", None) if is_packed else {"quant_method": METHOD}, dense=dense)
+    made.experts = experts
+    return made
 
 
 def loading_options(given: Any) -> K3Mxfp4Config | None:

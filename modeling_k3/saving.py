@@ -8,13 +8,13 @@ written in the form they are in: MXFP4 bytes, or plain matrices after `dequantiz
 another number format than the model goes back as it is stored, unless it was changed or the user chose a dtype.
 """
 
-import fcntl
 import math
 import os
 import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,9 @@ from transformers.utils import logging
 from .checkpoint import TEXT_PREFIX, add_variant, canonical, is_vision
 from .experts import iter_experts
 from .load_plan import Layout
+from .systems import OPENS_FOLDERS, lock_file, sync_directory
 from .tensor_files import DTYPE_NAMES, DTYPES, INDEX_NAME, SINGLE_NAME
-from .tensor_writer import STAGING, Item, sync_directory
+from .tensor_writer import STAGING, Item
 
 logger = logging.get_logger(__name__)
 
@@ -180,16 +181,13 @@ class Staging:
         for left in self.target.glob(STAGING + "*"):
             lock = _lock(left)
             if lock is not None:
-                shutil.rmtree(left, ignore_errors=True)
-                os.close(lock)
+                _remove(left, lock)
         self.path = Path(tempfile.mkdtemp(prefix=f"{STAGING}{os.getpid()}-", dir=self.target))
         self._lock = _lock(self.path)
         return self
 
     def __exit__(self, *failure: object) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
-        if self._lock is not None:
-            os.close(self._lock)
+        _remove(self.path, self._lock)
 
     def commit(self, variant: str | None = None) -> None:
         """Move everything into place and remove what is left of an earlier checkpoint of the same variant."""
@@ -218,16 +216,30 @@ class Staging:
 def _lock(folder: Path) -> int | None:
     """Lock a folder until its descriptor is closed or the process ends; None where that is not to be had."""
     try:
-        handle = os.open(folder, os.O_RDONLY)
+        handle = os.open(folder, os.O_RDONLY) if OPENS_FOLDERS else os.open(_beside(folder), os.O_RDWR | os.O_CREAT)
     except OSError:
         return None
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock_file(handle)
     except OSError:
         # Another process saves there, or a file system without locks, where nothing can be said to be left over.
         os.close(handle)
         return None
     return handle
+
+
+def _beside(folder: Path) -> Path:
+    """The file that is locked for a folder where folders are not: it neither keeps the folder nor is moved with it."""
+    return folder.with_name(f".lock{folder.name}")
+
+
+def _remove(folder: Path, lock: int | None) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    if lock is not None:
+        os.close(lock)
+    if not OPENS_FOLDERS:
+        with suppress(OSError):
+            _beside(folder).unlink()
 
 
 def _is_weights(name: str, variant: str | None) -> bool:

@@ -31,6 +31,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .systems import open_to_read, read_at
+
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 
@@ -88,7 +90,7 @@ class TensorFile:
 
     @cached_property
     def _handle(self) -> int:
-        handle = os.open(self.path, os.O_RDONLY)
+        handle = open_to_read(self.path)
         weakref.finalize(self, os.close, handle)
         self._stamp = self._stamp or _stamp(os.fstat(handle))
         return handle
@@ -129,7 +131,7 @@ class TensorFile:
     @cached_property
     def _fixed(self) -> mmap.mmap:
         self.check_unchanged()
-        return mmap.mmap(self._handle, 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        return mmap.mmap(self._handle, 0, access=mmap.ACCESS_READ)
 
     @cached_property
     def _flat(self) -> Tensor:
@@ -141,8 +143,10 @@ class TensorFile:
     @cached_property
     def _private(self) -> mmap.mmap | None:
         self.check_unchanged()
-        flags = mmap.MAP_PRIVATE | _NORESERVE
         try:
+            if not _NORESERVE:
+                return mmap.mmap(self._handle, 0, access=mmap.ACCESS_COPY)
+            flags = mmap.MAP_PRIVATE | _NORESERVE
             return mmap.mmap(self._handle, 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         except OSError:
             # A system that reserves memory for every writable map and has too little: copies then.
@@ -193,7 +197,8 @@ class TensorFile:
         page = mmap.PAGESIZE
         for start, stop in ranges:
             first = start // page * page
-            self._fixed.madvise(mmap.MADV_WILLNEED, first, stop - first)
+            if hasattr(mmap, "MADV_WILLNEED"):
+                self._fixed.madvise(mmap.MADV_WILLNEED, first, stop - first)
 
     def load(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Check that the file is what it was, and bring byte ranges into the page cache before returning."""
@@ -212,7 +217,7 @@ class TensorFile:
         page = mmap.PAGESIZE
         for start, stop in ranges:
             first, last = -(-start // page) * page, stop // page * page
-            if first < last:
+            if first < last and hasattr(mmap, "MADV_DONTNEED"):
                 self._fixed.madvise(mmap.MADV_DONTNEED, first, last - first)
                 if hasattr(os, "posix_fadvise"):
                     os.posix_fadvise(self._handle, first, last - first, os.POSIX_FADV_DONTNEED)
@@ -230,10 +235,9 @@ def _stamp(status: os.stat_result) -> tuple[int, int]:
 
 
 def _read_at(path: Path, handle: int, start: int, target: bytearray | memoryview) -> None:
-    """Fill `target` from byte `start` on; no file position is shared with other threads or forked processes."""
     view, done = memoryview(target), 0
     while done < len(view):
-        count = os.preadv(handle, [view[done:]], start + done)
+        count = read_at(path, handle, start + done, view[done:])
         if not count:
             raise ValueError(f"{path} is truncated: it ends at byte {start + done}, inside what was announced")
         done += count
@@ -242,9 +246,9 @@ def _read_at(path: Path, handle: int, start: int, target: bytearray | memoryview
 def _read_header(path: Path, handle: int) -> tuple[dict[str, Entry], dict[str, str]]:
     """Read and check the header of one open file."""
     size = os.fstat(handle).st_size
-    prefix = os.pread(handle, 8, 0)
-    length = int.from_bytes(prefix, "little")
-    if len(prefix) < 8 or length > min(_MAX_HEADER, size - 8):
+    prefix = bytearray(8)
+    length = int.from_bytes(prefix, "little") if read_at(path, handle, 0, memoryview(prefix)) == 8 else size
+    if length > min(_MAX_HEADER, size - 8):
         raise ValueError(f"{path} is truncated or no safetensors file: {size} bytes, header of {length} announced")
     raw = bytearray(length)
     _read_at(path, handle, 8, raw)

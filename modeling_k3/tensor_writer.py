@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from .systems import sync_directory
 from .tensor_files import DTYPE_NAMES, DTYPES, INDEX_NAME, SINGLE_NAME
 
 PARTIAL = ".partial"
@@ -131,15 +132,6 @@ def write_text(path: Path, text: str) -> None:
         os.fsync(file.fileno())
     os.replace(partial, path)
     sync_directory(path.parent)
-
-
-def sync_directory(path: Path) -> None:
-    """Make renames in a directory survive a power cut."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def write_index(path: Path, shards: dict[str, Sequence[Item]], **metadata: object) -> None:

@@ -13,6 +13,7 @@ import re
 import tempfile
 from collections.abc import Callable
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi
@@ -20,6 +21,7 @@ from tokenizers import AddedToken, Tokenizer
 from transformers import BatchEncoding, PreTrainedTokenizerFast
 from transformers.tokenization_utils_base import PaddingStrategy, TruncationStrategy
 
+from .class_maps import complete_class_map
 from .vocabulary import BLOCK_SIZE, RUN_CHARACTERS, SLICE_CHARACTERS, limited, to_bytes
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -68,12 +70,14 @@ class TwoModeTokenizer(PreTrainedTokenizerFast):
             with_code: add the code and its place in `tokenizer_config.json`, for use without this package. None: only
                 for a class that was registered to carry its code.
         """
-        if with_code is None or with_code == (self._auto_class is not None):
-            return super().save_pretrained(save_directory, *args, **kwargs)
-        # The library asks the object. A view of the same class, for `super` and for the files that are copied.
-        view = copy.copy(self)
-        view._auto_class = "AutoTokenizer" if with_code else None
-        return super(TwoModeTokenizer, view).save_pretrained(save_directory, *args, **kwargs)
+        view = self
+        if with_code is not None and with_code != (self._auto_class is not None):
+            # The library asks the object. A view of the same class, for `super` and for the files that are copied.
+            view = copy.copy(self)
+            view._auto_class = "AutoTokenizer" if with_code else None
+        files = super(TwoModeTokenizer, view).save_pretrained(save_directory, *args, **kwargs)
+        complete_class_map(Path(save_directory))
+        return files
 
     def push_to_hub(self, repo_id: str, *, token: bool | str | None = None, **kwargs: Any) -> Any:
         """Upload the tokenizer's files and code, and no card; arguments as in the library."""

@@ -14,14 +14,15 @@ PACKAGE = "modeling_k3"
 
 #: The flat files of the model from the config up; a file imports only files above it.
 ORDER = (
-    "versions config_layout config_checks configuration_k3 precision situ mlp mxfp4 tensor_files tensor_writer "
-    "expert_shelf residency expert_pages kda_slab kda_chunk kda_exact kda_ops kda_check kda_verdicts kda_fla "
-    "kda_paths kda_guard fused_kernel norms attn_res_fla attn_res rollback cache_layers cache packing short_conv kda "
-    "attention_span mla_forms mla expert_groups experts low_bits latent_moe checkpoint hub_files dense_bits "
-    "stored_bits weight_report placement load_plan loading quantizer saving vocabulary tokenizer_modes markup "
-    "call_arguments tool_results chat markup_reader chat_reader chat_tokens tokenization_k3 hub_card hub_code "
-    "persistence expert_memory outputs masks head_checks fingerprint prefix_files prefix_cache signals generation "
-    "decoder_layer initialization modeling_k3 classification registration"
+    "versions supported systems class_maps byte_sizes config_layout config_checks configuration_k3 precision situ mlp "
+    "mxfp4 tensor_files tensor_writer expert_shelf residency expert_pages kda_slab kda_chunk kda_exact kda_ops "
+    "kda_check kda_verdicts kda_fla kda_paths kda_guard fused_kernel norms attn_res_fla attn_res rollback "
+    "cache_layers cache static_cache packing short_conv kda attention_span mla_forms mla expert_groups experts "
+    "low_bits latent_moe checkpoint hub_files dense_bits stored_bits weight_report block_borders placement load_plan "
+    "loading quantizer saving vocabulary tokenizer_modes markup call_arguments tool_results chat markup_reader "
+    "chat_reader chat_tokens tokenization_k3 hub_card hub_code persistence expert_memory outputs masks call_masks "
+    "head_checks fingerprint prefix_files prefix_cache cache_choice signals generation decoder_layer initialization "
+    "modeling_k3 classification registration"
 ).split()
 #: Folders with tools. The last two stand at the top of the tree and are mapped into the package by setup.cfg.
 TOOLS = "demo native adapters training planning readiness terminal configuration conversion".split()

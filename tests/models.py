@@ -183,6 +183,14 @@ class Rows(torch.utils.data.Dataset):
         return {"input_ids": row, "labels": row}
 
 
+def greedy_by_hand(model: nn.Module, ids: Tensor, steps: int = 8, mask: Tensor | None = None) -> Tensor:
+    """Greedy decoding by recomputing everything for every token, without any cache."""
+    for _ in range(steps):
+        ids = torch.cat([ids, model(ids, attention_mask=mask, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
+        mask = None if mask is None else torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
+    return ids
+
+
 def max_diff(a: Tensor, b: Tensor) -> float:
     """Largest absolute difference; infinity where one is not finite or the shapes differ."""
     if a.shape != b.shape:

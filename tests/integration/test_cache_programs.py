@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from modeling_k3 import K3Cache, PrefixCache
+from modeling_k3 import K3Cache, K3StaticCache, PrefixCache
 from tests.models import build, tiny_config
 from tests.tolerances import bound
 
@@ -47,11 +47,14 @@ class Step(NamedTuple):
 class Program:
     """A cache under test and what it stands for."""
 
-    def __init__(self, model: Any, attention: str, limit: float = bound("f64_paths_max_abs")) -> None:
+    def __init__(
+        self, model: Any, attention: str, limit: float = bound("f64_paths_max_abs"), is_static: bool = False
+    ) -> None:
         self.model, self.limit = model, limit
         model.set_attn_implementation(attention)
         self.prefixes = PrefixCache(block_size=BLOCK, max_bytes=40_000)
-        self.cache = K3Cache(model.config)
+        # Room for what `fail` tries beyond the longest.
+        self.cache = K3StaticCache(model.config, LONGEST + 2) if is_static else K3Cache(model.config)
         self.ids, self.real = torch.zeros(2, 0, dtype=torch.long), torch.zeros(2, 0, dtype=torch.bool)
         self.saved: list[tuple[K3Cache, Tensor, Tensor]] = []
 
@@ -259,9 +262,9 @@ def model_named(name: str, dtype: torch.dtype = torch.float64) -> Any:
 
 @pytest.mark.parametrize("name", MODELS)
 @settings(max_examples=PROGRAMS, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
-@given(steps=STEPS, attention=st.sampled_from(["eager", "sdpa"]))
-def test_any_program_equals_recomputation(name: str, steps: list[Step], attention: str) -> None:
-    program = Program(model_named(name), attention)
+@given(steps=STEPS, attention=st.sampled_from(["eager", "sdpa"]), is_static=st.booleans())
+def test_any_program_equals_recomputation(name: str, steps: list[Step], attention: str, is_static: bool) -> None:
+    program = Program(model_named(name), attention, is_static=is_static)
     for step in steps:
         program.run(step)
     # Whatever it did, it can go on.
@@ -276,7 +279,7 @@ def test_programs_that_nobody_has_seen(name: str) -> None:
     for number in range(max(1, PROGRAMS // 4)):
         dtype = torch.float64 if MODELS[name].get("num_experts", 8) else draw.choice([torch.float64, torch.float32])
         limit = bound("f64_paths_max_abs") if dtype == torch.float64 else 10 * bound("unit_model_fp32_max_abs")
-        program = Program(model_named(name, dtype), draw.choice(["eager", "sdpa"]), limit)
+        program = Program(model_named(name, dtype), draw.choice(["eager", "sdpa"]), limit, draw.random() < 0.5)
         names = draw.choices(OPERATIONS, k=draw.randint(3, 12))
         steps = [Step(each, *(draw.randrange(60) for _ in range(3))) for each in names]
         try:

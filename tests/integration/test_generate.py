@@ -13,6 +13,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from modeling_k3 import K3Cache, K3ForCausalLM
 from tests.models import BOUNDS, build, cache_tensors, max_diff, tiny_config, token_ids, variant, within
+from tests.models import greedy_by_hand as by_hand
 
 PROMPT = token_ids(2, 9)
 GREEDY: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
@@ -23,14 +24,6 @@ PAD = 157
 def tiny() -> K3ForCausalLM:
     """The tiny model without an end token; tests do not change it."""
     return build(tiny_config(eos_token_id=None)).requires_grad_(False)
-
-
-def by_hand(model: K3ForCausalLM, ids: Tensor, steps: int = 8, mask: Tensor | None = None) -> Tensor:
-    """Greedy decoding by recomputing everything for every token."""
-    for _ in range(steps):
-        ids = torch.cat([ids, model(ids, attention_mask=mask, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
-        mask = None if mask is None else torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
-    return ids
 
 
 def left_padded() -> tuple[Tensor, Tensor]:
@@ -180,6 +173,32 @@ def test_beam_scores_equal_scoring_again(tiny: K3ForCausalLM, padded: bool) -> N
     assert len({tuple(s) for s in beams.sequences.tolist()}) == 6
 
 
+@pytest.mark.parametrize("options", [{}, {"cache_implementation": "static"}, {"use_cache": False}])
+def test_beams_equal_a_search_by_hand(tiny: K3ForCausalLM, options: dict[str, Any]) -> None:
+    """The best three of all continuations of the best three, with everything recomputed for every token."""
+    beams = tiny.generate(PROMPT, num_beams=3, num_return_sequences=3, **GREEDY, **options)
+    for row, found in enumerate(beams.split(3)):
+        ids, scores = PROMPT[row : row + 1], torch.zeros(1)
+        for _ in range(8):
+            total = scores[:, None] + tiny(ids, use_cache=False).logits[:, -1].log_softmax(-1)
+            scores, best = total.flatten().topk(3)
+            ids = torch.cat([ids[best // total.shape[1]], (best % total.shape[1])[:, None]], dim=1)
+        assert torch.equal(found, ids)
+
+
+@pytest.mark.parametrize("options", [{}, {"cache_implementation": "static"}, {"prefill_chunk_size": 4}])
+def test_samples_equal_draws_by_hand(tiny: K3ForCausalLM, options: dict[str, Any]) -> None:
+    torch.manual_seed(5)
+    ids = PROMPT
+    for _ in range(8):
+        scores, best = (tiny(ids, use_cache=False).logits[:, -1] / 0.7).topk(20)
+        kept = torch.zeros(2, 160).scatter(1, best, scores.softmax(-1))
+        ids = torch.cat([ids, torch.multinomial(kept, 1)], dim=1)
+    torch.manual_seed(5)
+    found = tiny.generate(PROMPT, do_sample=True, temperature=0.7, top_k=20, max_new_tokens=8, **options)
+    assert torch.equal(found, ids) and not torch.equal(ids, by_hand(tiny, PROMPT))
+
+
 def test_sampling_follows_the_seed(tiny: K3ForCausalLM) -> None:
     draws = []
     for seed in (0, 0, 1):
@@ -224,7 +243,7 @@ def test_caches_that_cannot_hold_the_state_are_refused(tiny: K3ForCausalLM) -> N
     for cache in (DynamicCache(), DynamicCache(config=tiny.config)):
         with pytest.raises(TypeError, match="K3Cache"):
             tiny.generate(PROMPT, cache=cache, **GREEDY)
-    for kind in ("static", "offloaded", "quantized", "offloaded_static", "sliding_window"):
+    for kind in ("offloaded", "quantized", "offloaded_static", "sliding_window"):
         with pytest.raises(ValueError, match=kind):
             tiny.generate(PROMPT, cache_implementation=kind, **GREEDY)
 

@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from modeling_k3 import K3Cache, K3ForCausalLM, generation
+from modeling_k3 import K3Cache, K3ForCausalLM
 from tests.models import build, max_diff, tiny_config, token_ids
 from tests.tolerances import bound
 
@@ -37,7 +37,7 @@ def test_long_prompts_are_cut_by_themselves(rows: int, tiny: K3ForCausalLM, monk
     mask[0, :7] = 0
     whole_cache, cut_cache = K3Cache(tiny.config), K3Cache(tiny.config)
     whole, expected = pieces_of(tiny, ids, attention_mask=mask, cache=whole_cache)
-    monkeypatch.setattr(generation, "PREFILL_TOKENS", 16)
+    monkeypatch.setattr(K3ForCausalLM, "prefill_tokens", 16)
     cut, output = pieces_of(tiny, ids, attention_mask=mask, cache=cut_cache)
     assert whole == [41, 1, 1] and max(cut) == 16 // rows and sum(cut) == 43
     assert torch.equal(output, expected)
@@ -57,26 +57,26 @@ def test_every_way_to_generate_is_cut(
     if "do_embeds" in options:
         options, inputs = {}, {"inputs_embeds": tiny.get_input_embeddings()(ids)}
     _, expected = pieces_of(tiny, **inputs, **options)
-    monkeypatch.setattr(generation, "PREFILL_TOKENS", 16)
+    monkeypatch.setattr(K3ForCausalLM, "prefill_tokens", 16)
     cut, output = pieces_of(tiny, **inputs, **options)
     assert max(cut) <= 16 and torch.equal(output, expected)
 
 
 def test_a_chunk_size_of_the_user_wins(tiny: K3ForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generation, "PREFILL_TOKENS", 16)
+    monkeypatch.setattr(K3ForCausalLM, "prefill_tokens", 16)
     assert pieces_of(tiny, token_ids(1, 41), prefill_chunk_size=30)[0] == [30, 11, 1, 1]
 
 
 def test_recorded_outputs_are_not_cut(tiny: K3ForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hidden states of a prompt belong together."""
-    monkeypatch.setattr(generation, "PREFILL_TOKENS", 16)
+    monkeypatch.setattr(K3ForCausalLM, "prefill_tokens", 16)
     output = tiny.generate(token_ids(1, 41), output_hidden_states=True, return_dict_in_generate=True, **GREEDY)
     assert output.hidden_states[0][0].shape[1] == 41
 
 
 def test_the_reserve_is_made_once(tiny: K3ForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Latents of a long prompt get their place before the first piece, and are not copied by the others."""
-    monkeypatch.setattr(generation, "PREFILL_TOKENS", 16)
+    monkeypatch.setattr(K3ForCausalLM, "prefill_tokens", 16)
     cache, places = K3Cache(tiny.config), set()
     handle = tiny.model.layers[2].register_forward_hook(lambda *_: places.add(cache.layers[2].keys.data_ptr()))
     tiny.generate(token_ids(1, 41), cache=cache, max_new_tokens=1, do_sample=False)
@@ -95,7 +95,7 @@ def test_pieces_of_nothing_are_refused(size: int, tiny: K3ForCausalLM) -> None:
 def test_memory_of_a_prefill_stays_flat(monkeypatch: pytest.MonkeyPatch) -> None:
     """What lives while a long prompt goes through KDA and AttnRes does not grow with it, but for ids and mask."""
     model = build(tiny_config("KKK", eos_token_id=None)).requires_grad_(False)
-    monkeypatch.setattr(generation, "PREFILL_TOKENS", 32)
+    monkeypatch.setattr(K3ForCausalLM, "prefill_tokens", 32)
     peaks = []
     for length in (128, 512):
         with LiveBytes() as live:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from modeling_k3 import K3ForCausalLM, K3ForSequenceClassification
+from modeling_k3 import K3ForCausalLM, K3ForSequenceClassification, K3Tokenizer
 from tests.checkpoints import read_directory, released
 from tests.layout_source import ROOT
 from tests.models import build, tiny_config
@@ -61,8 +61,59 @@ def test_it_works_where_the_package_is_not(byte_model: K3ForCausalLM, uploaded: 
         (uploaded / "tokenizer_config.json").read_text()
     )
     first, again = (json.loads((f / "config.json").read_text())["auto_map"] for f in (uploaded, copy))
-    assert {**again, "AutoTokenizer": first["AutoTokenizer"]} == first
+    assert again == first
     assert json.loads((copy / "generation_config.json").read_text())["eos_token_id"] == [258, 257]
+
+
+def test_the_class_map_is_whole_in_either_order(byte_model: K3ForCausalLM, tmp_path: Path) -> None:
+    """Model and tokenizer are saved one by one, as Trainer does it; what is not there is not named."""
+    tokenizer, maps = K3Tokenizer.byte_level(), []
+    for order in ("model", "model tokenizer", "tokenizer model", "tokenizer model model"):
+        folder = tmp_path / order.replace(" ", "-")
+        for part in order.split():
+            (byte_model if part == "model" else tokenizer).save_pretrained(folder, with_code=True)
+        maps.append(json.loads((folder / "config.json").read_text())["auto_map"])
+    assert "AutoTokenizer" not in maps[0]
+    named = {**maps[0], "AutoTokenizer": ["tokenization_k3.K3Tokenizer", None]}
+    assert maps[1:] == [named, named, named]
+    tokenizer.save_pretrained(tmp_path / "model", with_code=False)
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["auto_map"] == maps[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ('fake("transformers", "4.57.1")', "needs transformers>=5.24,<5.25 and found transformers 4.57.1: pip install"),
+        ('fake("torch", "2.9.1")', "needs torch>=2.13 and found torch 2.9.1: pip install"),
+        ("sys.version_info = (3, 10, 14)", "needs Python 3.11 or newer and runs in 3.10.14"),
+    ],
+)
+def test_other_versions_are_named_there_too(uploaded: Path, tmp_path: Path, change: str, says: str) -> None:
+    """By whatever an upload is entered, before anything of it is imported that another version may lack."""
+    code = f"""
+        import importlib.metadata, sys
+        import transformers.configuration_utils
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+        from transformers.dynamic_module_utils import get_class_from_dynamic_module
+        own = importlib.metadata.version
+        def fake(package, version):
+            importlib.metadata.version = lambda name: version if name == package else own(name)
+        {change}
+        # As an older transformers, which has not got this name.
+        del transformers.configuration_utils.PreTrainedConfig
+        for auto in (AutoConfig, AutoTokenizer, AutoModelForCausalLM):
+            try:
+                auto.from_pretrained(sys.argv[1], trust_remote_code=True)
+            except ImportError as error:
+                print(error)
+        # As for a tokenizer by itself, whose folder has no config.
+        try:
+            get_class_from_dynamic_module("tokenization_k3.K3Tokenizer", sys.argv[1])
+        except ImportError as error:
+            print(error)
+    """
+    said = run(BLOCKED + textwrap.dedent(code), str(uploaded), home=tmp_path, HF_HUB_OFFLINE="1").splitlines()
+    assert len(said) == 4 and all(line.startswith(f"modeling_k3 {says}") for line in said), said
 
 
 def test_packed_experts_stay_packed_there(tmp_path: Path) -> None:
