@@ -6,12 +6,13 @@ Draws configs, number formats and lengths from a fresh seed, predicts, and then 
 once a prefill in pieces with two decoded tokens, once two training steps with AdamW.
 
 Two things are measured. `allocated`: the highest sum of all tensors, from torch's own record of every allocation, which
-is what the formulas are about and what the goal is set on. `resident`: the growth of the process from the moment before
-the model is built to its highest mark in use. What it is larger by is the backend's own: in bfloat16 oneDNN keeps
-compiled kernels and repacked copies, a set for each new shape, which no formula here counts.
+is what the formulas are about. `resident`: the growth of the process from the moment before the model is built to its
+highest mark in use. What it is larger by is the backend's own: in bfloat16 oneDNN keeps a compiled kernel for each new
+shape of a product, which `planning.kernels` estimates. The goal is set on both.
 """
 
 import argparse
+import gc
 import json
 import os
 import random
@@ -24,6 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from modeling_k3.planning.kernels import kernel_bytes
 from modeling_k3.planning.shape import read_shape
 from modeling_k3.planning.workload import Workload, memory_table, total
 
@@ -97,9 +99,11 @@ def measure(config: dict[str, Any], use: dict[str, Any]) -> dict[str, int]:
     """Bytes of all tensors at the worst moment, and bytes by which this process grows."""
     import torch
 
-    from modeling_k3 import K3Config
+    from modeling_k3 import K3Config, expert_groups
     from modeling_k3.configuration import preset_path
 
+    # Gradients of large stacks are maps of their own, of which torch's record knows nothing.
+    expert_groups._LARGE = sys.maxsize
     torch.manual_seed(0)
     torch.set_num_threads(1)
     run = _train if use["mode"] == "train" else _generate
@@ -113,6 +117,8 @@ def measure(config: dict[str, Any], use: dict[str, Any]) -> dict[str, int]:
     resident = _status("VmHWM") - before
     for parameter in model.parameters():
         parameter.grad = None
+    # An optimizer that is garbage and freed during the next run would be counted as negative bytes.
+    gc.collect()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         run(model, use)
     changes = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
@@ -164,8 +170,9 @@ def _train(model: Any, use: dict[str, Any]) -> None:
 
 def run_case(config: dict[str, Any], use: dict[str, Any]) -> dict[str, Any]:
     """Predict here, measure in a process of its own."""
-    table = memory_table(read_shape(config), Workload(**use))
-    predicted = total(table)
+    shape, workload = read_shape(config), Workload(**use)
+    table = memory_table(shape, workload)
+    predicted, kernels = total(table), kernel_bytes(shape, workload)
     command = [sys.executable, __file__, "--measure", json.dumps([config, use])]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **_ALLOCATOR}, check=False)
     if done.returncode:
@@ -178,12 +185,18 @@ def run_case(config: dict[str, Any], use: dict[str, Any]) -> dict[str, Any]:
         "use": use,
         "predicted_bytes": predicted,
         "measured_bytes": measured,
+        "kernel_bytes": kernels,
         "resident_bytes": found["resident"],
         "error": round(predicted / measured - 1, 4),
+        "error_of_resident": round((predicted + kernels) / found["resident"] - 1, 4),
         "exact_part_bytes": weights,
         "error_of_the_rest": round((predicted - weights) / max(1, measured - weights) - 1, 4),
         "bytes": table,
     }
+
+
+def _pairs(cases: list[dict[str, Any]]) -> list[tuple[float, float]]:
+    return [(abs(case["error"]), abs(case["error_of_resident"])) for case in cases]
 
 
 def main() -> int:
@@ -205,10 +218,16 @@ def main() -> int:
         print(
             f"{case['use']['mode']:6} {case['use']['dtype']:9} {case['measured_bytes'] / 2**20:8.1f} MiB allocated, "
             f"{case['predicted_bytes'] / 2**20:8.1f} predicted {case['error']:+.1%}, without weights and optimizer "
-            f"{case['error_of_the_rest']:+.1%}; {case['resident_bytes'] / 2**20:8.1f} resident",
+            f"{case['error_of_the_rest']:+.1%}; {case['resident_bytes'] / 2**20:8.1f} resident "
+            f"{case['error_of_resident']:+.1%}",
             flush=True,
         )
-    worst = {mode: max(abs(c["error"]) for c in cases if c["use"]["mode"] == mode) for mode in ("infer", "train")}
+    errors = {
+        f"{mode}, {what}": [abs(c[key]) for c in cases if c["use"]["mode"] == mode]
+        for mode in ("infer", "train")
+        for what, key in (("tensors", "error"), ("process", "error_of_resident"))
+    }
+    worst = {name: max(values) for name, values in errors.items()}
     from benchmarks.measure import machine
 
     report = {
@@ -217,7 +236,7 @@ def main() -> int:
         "goal": GOAL,
         "seed": seed,
         "worst_error": worst,
-        "within_goal": f"{sum(abs(case['error']) <= GOAL for case in cases)} of {len(cases)}",
+        "within_goal": f"{sum(max(pair) <= GOAL for pair in _pairs(cases))} of {len(cases)}",
         "cases": cases,
     }
     options.out.write_text(json.dumps(report, indent=1) + "\n")

@@ -16,17 +16,23 @@ from typing import Any
 from torch import Tensor
 
 from modeling_k3 import K3Config
+from modeling_k3.byte_sizes import parse_size
 from modeling_k3.checkpoint import EXPERT, TEXT_PREFIX, Checkpoint, canonical, is_vision
 from modeling_k3.config_layout import is_released
 from modeling_k3.conversion.job import Job, identify, run_job
 from modeling_k3.mxfp4 import GROUP, decode, encode
-from modeling_k3.placement import parse_size
 from modeling_k3.quantizer import RELEASED_BLOCK
 from modeling_k3.tensor_files import Entry, TensorFile
 from modeling_k3.tensor_writer import Item, split_items
 
 LAYOUTS = ("flat", "released")
 EXPERTS = ("bf16", "mxfp4")
+#: Fields that two configs of one model agree on.
+_DIMENSIONS = (
+    "vocab_size hidden_size num_hidden_layers intermediate_size num_attention_heads q_lora_rank kv_lora_rank "
+    "qk_nope_head_dim qk_rope_head_dim v_head_dim num_experts num_experts_per_token moe_intermediate_size "
+    "routed_expert_hidden_size num_shared_experts linear_attn_config"
+).split()
 #: What a wrapper says when there is no released directory to take it from.
 _WRAPPER = {
     "outer": {"architectures": ["KimiK3ForConditionalGeneration"], "model_type": "kimi_k3", "dtype": "bfloat16"},
@@ -86,9 +92,11 @@ def plan_conversion(source: Path, target: Path, options: Options) -> Job:
     source, target = Path(source).resolve(), Path(target).resolve()
     if source == target or source in target.parents:
         raise ValueError(f"target={str(target)!r} lies in the source, which is never changed")
-    config = json.loads((source / "config.json").read_text())
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     checkpoint = Checkpoint.from_directory(source)
     layout = options.layout or ("released" if is_released(config) else "flat")
+    if options.like is not None:
+        _check_like(K3Config.from_dict(config), options.like)
     changed = _config(config, layout, options)
     is_nested = layout == "released"
     _check_complete(checkpoint)
@@ -213,8 +221,17 @@ def with_experts(config: dict[str, Any], experts: str) -> dict[str, Any]:
     return config
 
 
+def _check_like(config: K3Config, like: Path) -> None:
+    """The wrapper and the vision tensors of another model would make a release that nothing fits together in."""
+    other = K3Config.from_dict(json.loads((Path(like) / "config.json").read_text(encoding="utf-8")))
+    differ = [name for name in _DIMENSIONS if getattr(other, name) != getattr(config, name)]
+    if differ:
+        each = ", ".join(f"{name}={getattr(other, name)!r} (source: {getattr(config, name)!r})" for name in differ[:3])
+        raise ValueError(f"like={str(like)!r} is another model: {each}; allowed is one of the source's dimensions")
+
+
 def _wrapper_of(like: Path) -> dict[str, Any]:
-    released = K3Config.from_dict(json.loads((Path(like) / "config.json").read_text())).released_config
+    released = K3Config.from_dict(json.loads((Path(like) / "config.json").read_text(encoding="utf-8"))).released_config
     if released is None:
         raise ValueError(f"like={str(like)!r} is not in the released layout: it has no wrapper to take")
     # Where the block stood is the other directory's affair.

@@ -6,21 +6,21 @@ step renames the folder, so a target is complete or absent. The same command on 
 with the record. The source is only read.
 """
 
-import fcntl
 import hashlib
 import json
 import os
 import shutil
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from modeling_k3.systems import lock_file, sync_directory
 from modeling_k3.tensor_files import INDEX_NAME, SINGLE_NAME
-from modeling_k3.tensor_writer import PARTIAL, Item, shard_name, sync_directory, write_index, write_shard, write_text
+from modeling_k3.tensor_writer import PARTIAL, Item, shard_name, write_index, write_shard, write_text
 
 RECORD = "conversion.json"
 #: What a run leaves that was killed before it had written the record.
@@ -235,9 +235,9 @@ def _locked(target: Path) -> Iterator[None]:
     """Keep other processes from writing `target`, whose folder is renamed meanwhile: the lock stands beside it."""
     path = target.with_name(target.name + ".lock")
     while True:
-        with open(path, "w") as lock:
+        with open(path, "w", encoding="utf-8") as lock:
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock_file(lock.fileno())
             except BlockingIOError:
                 raise FileExistsError(f"another process is writing {target}") from None
             # Whoever had it may have removed it after it was opened here: then it keeps nobody out.
@@ -245,7 +245,9 @@ def _locked(target: Path) -> Iterator[None]:
                 try:
                     yield
                 finally:
-                    path.unlink()
+                    # Windows removes no open file. Left there it keeps nobody out.
+                    with suppress(PermissionError):
+                        path.unlink()
                 return
 
 
@@ -271,7 +273,7 @@ def _copy(source: Path, target: Path) -> None:
 def _record_of(folder: Path) -> dict[str, Any] | None:
     """What the job that wrote a folder noted; None for anything else."""
     try:
-        record = json.loads((folder / RECORD).read_text())
+        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
         return {"tool": "k3 convert", "fingerprint": record["fingerprint"], "files": dict(record.get("files", {}))}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None

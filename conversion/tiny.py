@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from modeling_k3 import K3Config, K3ForCausalLM
+from modeling_k3.byte_sizes import parse_size
 from modeling_k3.checkpoint import EXPERT, TEXT_PREFIX, canonical
 from modeling_k3.conversion.convert import EXPERTS, with_experts, wrapped
 from modeling_k3.conversion.job import Job, run_job
 from modeling_k3.conversion.verify import float32_memory
 from modeling_k3.load_plan import Layout
 from modeling_k3.mxfp4 import GROUP
-from modeling_k3.placement import available_memory, parse_size
+from modeling_k3.placement import available_memory
 from modeling_k3.precision import KEEP_IN_FP32
 from modeling_k3.saving import released_items
 from modeling_k3.tensor_files import DTYPES

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from tests.parity.golden import COMMITTED
 
 INDEX = "model.safetensors.index.json"
-_SIZES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "U8": 1, "I8": 1, "I64": 8, "I32": 4}
+_SIZES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "U8": 1, "I8": 1, "I64": 8, "I32": 4, "F8_E4M3": 1, "F8_E5M2": 1}
 
 
 class Raw(NamedTuple):

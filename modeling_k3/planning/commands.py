@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -14,7 +14,7 @@ def add_commands(app: typer.Typer, readable: Callable[[Callable[[], None]], None
         readable: runs a command and turns what the user can put right into one line and an exit code.
     """
 
-    @app.command(epilog="Examples:\n\nk3 plan kimi-k3 --budget 24GiB --context 131072\n\nk3 plan kimi-k3 --scenarios")
+    @app.command(epilog="Examples:\nk3 plan kimi-k3 --budget 24GiB --context 131072\nk3 plan kimi-k3 --scenarios")
     def plan(
         model: Annotated[str, typer.Argument(help="Preset, folder with a config.json, or that file.")],
         budget: Annotated[
@@ -39,6 +39,13 @@ def add_commands(app: typer.Typer, readable: Callable[[Callable[[], None]], None
         scenarios: Annotated[
             bool, typer.Option("--scenarios", help="Compare a laptop, one GPU and eight GPUs.")
         ] = False,
+        measure: Annotated[
+            Path | None,
+            typer.Option(
+                help="Folder on the disk the model is read from: measure disk and memory, and say how long a "
+                "token and a prompt should take. A few seconds, once."
+            ),
+        ] = None,
         json: Annotated[Path | None, typer.Option(help="Write everything to this file as well.")] = None,
         png: Annotated[Path | None, typer.Option(help="Draw stacked bars into this file.")] = None,
     ) -> None:
@@ -47,7 +54,7 @@ def add_commands(app: typer.Typer, readable: Callable[[Callable[[], None]], None
             "context": context, "batch": batch, "mode": mode, "dtype": dtype, "dense": dense, "optimizer": optimizer,
             "rollback_tokens": rollback, "prefix_tokens": prefix, "checkpointing": checkpointing,
         }  # fmt: skip
-        readable(lambda: run_plan(model, budget, use, experts, prefill_chunk, world, scenarios, json, png))
+        readable(lambda: run_plan(model, budget, use, experts, prefill_chunk, world, scenarios, measure, json, png))
 
 
 def run_plan(
@@ -58,14 +65,17 @@ def run_plan(
     chunk: int | None,
     world: int,
     side_by_side: bool,
+    measure: Path | None,
     json: Path | None,
     png: Path | None,
 ) -> None:
     """Plan or count, print, write."""
     from modeling_k3.demo import UserError
 
+    if measure is not None and (budget is None or side_by_side):
+        raise UserError("--measure says how long a plan takes: give --budget as well, and not --scenarios.")
     try:
-        lines, content, bars = _answer(model, budget, use, experts, chunk, world, side_by_side)
+        lines, content, bars = _answer(model, budget, use, experts, chunk, world, side_by_side, measure)
     except (ValueError, TypeError) as error:
         raise UserError(str(error)) from error
     typer.echo("\n".join(lines))
@@ -79,7 +89,14 @@ def run_plan(
 
 
 def _answer(
-    model: str, budget: str | None, use: dict, experts: str, chunk: int | None, world: int, side_by_side: bool
+    model: str,
+    budget: str | None,
+    use: dict,
+    experts: str,
+    chunk: int | None,
+    world: int,
+    side_by_side: bool,
+    measure: Path | None,
 ) -> tuple[list[str], object, dict]:
     """Lines, content for JSON, bars for the picture."""
     from dataclasses import asdict
@@ -98,7 +115,9 @@ def _answer(
     if budget is not None:
         plan = plan_memory(model, budget, experts=experts, prefill_chunk=chunk, **use)
         items = {name: size for group in plan.table.values() for name, size in group.items()}
-        return report.plan_lines(plan), plan.as_dict(), {plan.name: (plan.budget, items)}
+        found = _expected(plan, model, measure) if measure is not None else None
+        content = {**plan.as_dict(), "expected": found and asdict(found)}
+        return report.plan_lines(plan, found), content, {plan.name: (plan.budget, items)}
     shape = read_shape(model)
     chosen = base_workload(shape, experts=experts, **use, **({} if chunk is None else {"prefill_chunk": chunk}))
     table = memory_table(shape, chosen)
@@ -111,3 +130,16 @@ def _answer(
         lines.append(f"weights over {world} devices: {', '.join(map(format_bytes, split.weight_bytes))}")
         content = {**content, "device_map": split.device_map(shape), "weight_bytes_by_device": split.weight_bytes}
     return lines, content, {shape.name: (None, {n: s for group in table.values() for n, s in group.items()})}
+
+
+def _expected(plan: Any, model: str, folder: Path) -> Any:
+    """Measure, or remember, and compute."""
+    from modeling_k3.planning.expected import expected_of
+    from modeling_k3.planning.shape import read_shape
+
+    if not folder.is_dir():
+        raise ValueError(f"--measure {folder} is no folder; allowed is one on the disk the model will be read from")
+    typer.echo("measuring disk and memory, a few seconds unless that was done before ...", err=True)
+    from modeling_k3.planning.speed import measure_machine
+
+    return expected_of(plan, read_shape(model), measure_machine(folder))

@@ -8,9 +8,11 @@ The last term is what is left: it shrinks as the latents grow (`MemoryPlan.exper
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from modeling_k3.byte_sizes import parse_size
 from modeling_k3.planning.components import largest_layer_bytes, one_expert_bytes
+from modeling_k3.planning.kernels import kernel_bytes
 from modeling_k3.planning.shape import Shape, Source, read_shape
-from modeling_k3.planning.sizes import format_bytes, itemsize, parse_bytes
+from modeling_k3.planning.sizes import format_bytes, itemsize
 from modeling_k3.planning.state import state_sizes
 from modeling_k3.planning.workload import INDEX_ENTRY, PROCESS, Workload, memory_table, total
 
@@ -24,7 +26,7 @@ _BITSANDBYTES: dict[str, dict[str, Any]] = {
     "fp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
 }
 #: Tensors of one packed expert in a checkpoint's files.
-_TENSORS_PER_EXPERT = 6
+TENSORS_PER_EXPERT = 6
 
 
 class MemoryPlanError(ValueError):
@@ -50,6 +52,7 @@ class MemoryPlan:
         latent_per_token: what a token takes from `expert_bytes`.
         table: bytes by group and name; sums to `used`.
         notes: what is worth knowing.
+        max_memory: bytes for weights in each memory, where there are accelerators.
     """
 
     name: str
@@ -62,6 +65,7 @@ class MemoryPlan:
     latent_per_token: int
     table: dict[str, dict[str, int]] = field(hash=False)
     notes: tuple[str, ...] = ()
+    max_memory: dict[Any, int] | None = field(default=None, hash=False)
 
     @property
     def used(self) -> int:
@@ -95,6 +99,8 @@ class MemoryPlan:
             # One budget for experts and the cache of the calls: what latents do not need yet is the experts'.
             state = self.table["state"]
             options["expert_memory"] = self.expert_bytes + sum(state.values()) - state["prefix cache"]
+        if self.max_memory is not None:
+            options |= {"device_map": "auto", "max_memory": dict(self.max_memory)}
         if self.use.dense != "full":
             options["quantization_config"] = {"quant_method": "bitsandbytes", **_BITSANDBYTES[self.use.dense]}
         return options
@@ -152,7 +158,9 @@ def plan_memory(
         MemoryPlanError: nothing fits; names what would.
         ValueError, TypeError: an argument that is not allowed.
     """
-    shape, limit = read_shape(source), parse_bytes(budget, "budget")
+    shape, limit = read_shape(source), parse_size(budget, "budget")
+    if limit < 1:
+        raise ValueError(f"budget={budget!r} must be above 0")
     base = base_workload(shape, experts=experts, **use)
     if base.mode != "infer":
         raise ValueError(f"mode={base.mode!r}: a budget is planned for inference; `memory_table` counts training")
@@ -201,13 +209,14 @@ def _arrange(shape: Shape, limit: int, use: Workload, dense: str, experts: str) 
     dense_total = sum(stored.values())
     notes = []
     mapped_experts = experts == "mapped"
-    index = _TENSORS_PER_EXPERT * shape.experts * shape.num_moe * INDEX_ENTRY if mapped_experts else 0
-    table["process"] = {"Python and torch": PROCESS, "index of the files": index}
+    index = TENSORS_PER_EXPERT * shape.experts * shape.num_moe * INDEX_ENTRY if mapped_experts else 0
+    table["process"] = {"Python and torch": PROCESS, "compiled kernels": kernel_bytes(shape, use)}
+    table["process"]["index of the files"] = index
     if dense == "mapped":
         # What one layer reads must be in memory together; the rest of the pages come and go.
         table["weights"] = {"dense layer at work": largest_layer_bytes(shape, item, use.dense)}
         notes.append(f"{format_bytes(dense_total)} of dense weights are read from the files by each forward")
-    floor = expert_total if experts == "memory" else _expert_floor(shape, item, use)
+    floor = expert_total if experts == "memory" else expert_floor(shape, item, use)
     left = limit - total(table)
     if left < floor:
         return None
@@ -224,7 +233,7 @@ def _arrange(shape: Shape, limit: int, use: Workload, dense: str, experts: str) 
     )
 
 
-def _expert_floor(shape: Shape, item: int, use: Workload) -> int:
+def expert_floor(shape: Shape, item: int, use: Workload) -> int:
     """Bytes for the experts that one layer's step needs together: those of one token, twice, to read ahead."""
     return 2 * use.batch * shape.top_k * one_expert_bytes(shape, item, use.experts) if shape.experts else 0
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from modeling_k3.planning.expected import Expected
 from modeling_k3.planning.plan import MemoryPlan
 from modeling_k3.planning.scenarios import Scenario
 from modeling_k3.planning.sizes import format_bytes
@@ -26,8 +27,8 @@ def table_lines(table: Mapping[str, Mapping[str, int]], budget: int | None = Non
     return lines
 
 
-def plan_lines(plan: MemoryPlan) -> list[str]:
-    """The plan's choices, then its table."""
+def plan_lines(plan: MemoryPlan, expected: Expected | None = None) -> list[str]:
+    """The plan's choices, how long they should take if that is known, then its table."""
     use = plan.use
     forms = {"full": use.dtype}
     dense = (
@@ -48,6 +49,7 @@ def plan_lines(plan: MemoryPlan) -> list[str]:
     lines.append(f"  prefill chunk    {min(use.prefill_chunk, use.context)} tokens")
     lines.append(f"  rollback window  {use.rollback_tokens} tokens")
     lines.append(f"  prefix cache     {use.prefix_tokens} tokens, {format_bytes(plan.table['state']['prefix cache'])}")
+    lines += expected.lines() if expected else ["  expected         seconds: --measure DIR measures disk and memory"]
     return [*lines, "", *table_lines(plan.table, plan.budget), *(f"note: {note}" for note in plan.notes)]
 
 

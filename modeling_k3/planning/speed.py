@@ -1,10 +1,6 @@
-"""How long a decode step should take on this machine, from what its disk and its memory were measured to give.
+"""What the disk and the memory of this machine give, and how long a decode step of a loaded model should take there.
 
-    step = layers * call + dense bytes / memory + for each layer with experts: max(compute, reading) + first expert
-    compute = R (expert call + expert bytes / packed)       reading = share missing * R * expert bytes / disk
-
-Reading runs beside the products of the same layer; the first expert is waited for. The share missing is that of uniform
-routing, which is the worst case of a trained router and close to it.
+The formula is that of `expected`, for a short context.
 """
 
 import json
@@ -13,7 +9,7 @@ import platform
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -22,28 +18,10 @@ from torch import nn
 
 from modeling_k3 import K3Cache, K3Config, K3ForCausalLM
 from modeling_k3.experts import K3Experts, iter_experts
+from modeling_k3.planning.expected import Machine, expert_layer
 
 _SAMPLE = 96 << 20
 _PIECE = 2 << 20
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What was measured.
-
-    Args:
-        disk: bytes per second of a file that is not in memory, in pieces the size of an expert.
-        memory: bytes per second of a bfloat16 matrix times one vector, from memory.
-        packed: bytes per second of packed experts expanded and multiplied with one vector.
-        expert_call: seconds that an expert of no size takes.
-        layer_call: seconds that a decoder layer of no size takes.
-    """
-
-    disk: float
-    memory: float
-    packed: float
-    expert_call: float
-    layer_call: float
 
 
 def measure_machine(folder: str | os.PathLike, *, use_known: bool = True) -> Machine:
@@ -56,17 +34,17 @@ def measure_machine(folder: str | os.PathLike, *, use_known: bool = True) -> Mac
     key = f"{platform.node()} {os.stat(folder).st_dev} {torch.get_num_threads()} {torch.__version__}"
     store = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "modeling_k3" / "machine.json"
     try:
-        known = json.loads(store.read_text())
+        known = json.loads(store.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         known = {}
-    if use_known and key in known:
+    if use_known and set(known.get(key, ())) == {field.name for field in fields(Machine)}:
         return Machine(**known[key])
     with torch.no_grad():
         packed, expert_call = _experts()
-        found = Machine(_disk(Path(folder)), _memory(), packed, expert_call, _layer())
+        found = Machine(_disk(Path(folder)), _memory(), packed, expert_call, _layer(), _flops())
     try:
         store.parent.mkdir(parents=True, exist_ok=True)
-        store.write_text(json.dumps({**known, key: asdict(found)}, indent=2))
+        store.write_text(json.dumps({**known, key: asdict(found)}, indent=2), encoding="utf-8")
     except OSError:
         # A home that cannot be written to: measured again next time.
         pass
@@ -95,11 +73,10 @@ def expected_step(model: K3ForCausalLM, machine: Machine, *, is_cold: bool = Fal
     missing = 1.0 if is_cold else missing
     for module in modules:
         size = 3 * module.hidden_dim * module.intermediate_dim * 17 / 32
-        here = model.config.num_experts_per_token * (machine.expert_call + size / machine.packed)
-        there = missing * model.config.num_experts_per_token * size / machine.disk
-        seconds += max(here, there) + missing * size / machine.disk
-        compute, reading = compute + here, reading + there
-        read += missing * model.config.num_experts_per_token * size
+        used = model.config.num_experts_per_token
+        both, here, there = expert_layer(machine, used, size, missing, machine.packed)
+        seconds, compute, reading = seconds + both, compute + here, reading + there
+        read += missing * used * size
     fixed = len(model.model.layers) * machine.layer_call + dense / machine.memory
     return {
         "seconds": fixed + seconds,
@@ -122,10 +99,9 @@ def _best(step: Callable[[], Any], times: int) -> float:
 
 
 def _disk(folder: Path) -> float:
-    with tempfile.NamedTemporaryFile(dir=folder) as file:
+    with tempfile.NamedTemporaryFile(dir=folder, buffering=0) as file:
         for _ in range(_SAMPLE // _PIECE):
             file.write(os.urandom(_PIECE))
-        file.flush()
         os.fsync(file.fileno())
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -137,7 +113,8 @@ def _disk(folder: Path) -> float:
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(file.fileno(), first + _PIECE, _PIECE, os.POSIX_FADV_WILLNEED)
             for half in (first, first + _PIECE // 2):
-                os.preadv(file.fileno(), [target], half)
+                file.seek(half)
+                file.readinto(target)
         return _SAMPLE / (time.perf_counter() - start)
 
 
@@ -146,6 +123,11 @@ def _memory() -> float:
     x = torch.ones(1, 4096, dtype=torch.bfloat16)
     seconds = _best(lambda: [nn.functional.linear(x, matrix) for matrix in matrices], 5)
     return sum(matrix.nbytes for matrix in matrices) / seconds
+
+
+def _flops() -> float:
+    matrix, x = (torch.zeros(n, 2048, dtype=torch.bfloat16) for n in (2048, 512))
+    return 2 * matrix.numel() * len(x) / _best(lambda: nn.functional.linear(x, matrix), 5)
 
 
 def _experts() -> tuple[float, float]:

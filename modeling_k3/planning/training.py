@@ -44,9 +44,10 @@ def _before(shape: Shape, call: Call, sources: int) -> int:
 
 def _kda(shape: Shape, call: Call) -> int:
     n, width, item, wide = call.tokens, shape.kda_width, call.item, call.wide
-    # q and k: convolved, before SiLU, after it, normalised; v: without the last; decay: logits, sigmoid, log decay.
-    streams = n * width * wide * (4 + 4 + 3 + 3)
-    output = n * width * (4 * wide + item)
+    # Wide: q and k before and after they are normalised; v; decay: logits, sigmoid, log decay. Inputs of convolutions.
+    streams = n * width * ((2 + 2 + 1 + 3) * wide + 3 * item)
+    # Output, its gate, and what both give.
+    output = n * width * (wide + 2 * item)
     small = n * (shape.key * item + shape.heads * 4 * wide)
     return streams + output + small + _border_states(shape, call)
 

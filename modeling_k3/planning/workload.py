@@ -11,7 +11,7 @@ from modeling_k3.planning.state import prefix_block_bytes, state_sizes
 from modeling_k3.planning.training import OPTIMIZERS, Training, training_peak
 
 MODES = ("infer", "lora", "train")
-#: What Python, torch and transformers take before a model is there, and what their kernels keep for themselves.
+#: What Python, torch and transformers take before a model is there, and what they keep for themselves.
 PROCESS = 600 * 2**20
 #: What the index of a mapped checkpoint takes for one tensor.
 INDEX_ENTRY = 1600

@@ -130,6 +130,20 @@ def test_options_are_checked(options: dict[str, Any], message: str) -> None:
         Options(**options)
 
 
+def test_a_wrapper_of_another_model_is_refused(tmp_path: Path) -> None:
+    convert(released(), tmp_path / "flat", Options(layout="flat"))
+    config = json.loads((tmp_path / "flat" / "config.json").read_text())
+    wrong = copy_of(tmp_path / "wrong")
+    other = json.loads((wrong / "config.json").read_text())
+    other["text_config"]["vocab_size"] = config["vocab_size"] + 8
+    (wrong / "config.json").write_text(json.dumps(other))
+    said = rf"vocab_size={config['vocab_size'] + 8} \(source: {config['vocab_size']}"
+    for source in (tmp_path / "flat", released()):
+        with pytest.raises(ValueError, match=said):
+            convert(source, tmp_path / "out", Options(layout="released", like=wrong))
+    assert not list(tmp_path.glob("out*"))
+
+
 def test_broken_sources(tmp_path: Path) -> None:
     source = copy_of(tmp_path / "source")
     lost = "language_model.model.layers.1.block_sparse_moe.experts.0.w2.weight_scale"

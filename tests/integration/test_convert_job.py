@@ -128,7 +128,7 @@ def test_a_lock_that_its_owner_removed_meanwhile(tmp_path: Path, monkeypatch: py
             path.unlink()
         flock(file, operation)
 
-    monkeypatch.setattr("modeling_k3.conversion.job.fcntl.flock", late)
+    monkeypatch.setattr(fcntl, "flock", late)
     with jobs._locked(tmp_path / "out"):
         assert len(calls) == 2
         with pytest.raises(FileExistsError, match="another process"), jobs._locked(tmp_path / "out"):

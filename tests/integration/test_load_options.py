@@ -97,6 +97,17 @@ def test_nested_maps(device_map: dict, storage: str, expected: Tensor, tmp_path:
         assert read_directory(tmp_path) == text_of(read_directory(released()))
 
 
+@pytest.mark.parametrize("device_map", [{"": "disk"}, {"": "cpu", "model.layers.3": "disk"}])
+def test_packed_experts_on_disk_are_mapped_and_it_says_so(device_map: dict, caplog: pytest.LogCaptureFixture) -> None:
+    model = K3ForCausalLM.from_pretrained(released(), device_map=device_map, expert_storage="packed")
+    mapped = sum(module.storage == "mapped" for module in model.modules() if hasattr(module, "use_storage"))
+    assert mapped and f"packed experts of {mapped} layers are mapped: the device map has them on disk" in caplog.text
+    caplog.clear()
+    K3ForCausalLM.from_pretrained(released(), expert_storage="packed")
+    K3ForCausalLM.from_pretrained(released(), device_map={"": "disk"}, expert_storage="mapped")
+    assert "are mapped: the device map" not in caplog.text
+
+
 # -- experts ----------------------------------------------------------------------------------------------------------
 
 

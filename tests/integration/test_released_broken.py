@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,17 @@ def test_integers_are_no_weights(broken: Path) -> None:
     change(broken, lambda found, raw: {found: zeros("U8", 64) if found == name else raw})
     with pytest.raises(ValueError, match=r"norm\.weight is stored as U8"):
         K3ForCausalLM.from_pretrained(broken)
+
+
+@pytest.mark.parametrize("format", ["F8_E4M3", "F8_E5M2"])
+def test_eight_bits_without_a_scale_are_no_weights(format: str, broken: Path, tmp_path: Path) -> None:
+    K3ForCausalLM.from_pretrained(broken, dequantize=True).save_pretrained(tmp_path / "plain")
+    for end in ("model.layers.0.self_attn.o_proj.weight", f"{EXPERT}.weight".removeprefix("language_model.")):
+        folder = Path(shutil.copytree(tmp_path / "plain", tmp_path / end))
+        change(folder, lambda found, raw, end=end: {found: zeros(format, *raw.shape) if found.endswith(end) else raw})
+        for strict in (True, False):
+            with pytest.raises(ValueError, match=rf"{end.removeprefix('model.')} is stored as {format}.* its scale"):
+                K3ForCausalLM.from_pretrained(folder, strict=strict)
 
 
 @pytest.mark.parametrize("cut", [1, 1000, 200_000])

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from modeling_k3.checkpoint import Checkpoint, canonical, check_loaded, is_vision, layer_of
-from modeling_k3.placement import available_memory, parse_size
+from modeling_k3.placement import available_memory
 from modeling_k3.tensor_files import TensorFile, read_index
 from modeling_k3.tensor_writer import Item, shard_name, split_items, write_checkpoint, write_shard
 from tests.models import build, tiny_config
@@ -234,19 +234,6 @@ def test_check_loaded_names_the_first_few() -> None:
     check_loaded(info(unexpected_keys=["lm_head.weight", "layers.99.x"]), model.model, "here")
     with pytest.raises(ValueError, match=r"model\.layers\.4\.x"):
         check_loaded(info(unexpected_keys=["model.layers.4.x"]), model, "here")
-
-
-@pytest.mark.parametrize(
-    ("text", "size"), [("5GB", 5 * 10**9), ("300 MiB", 300 * 2**20), (17, 17), ("1.5kb", 1500), ("2TB", 2 * 10**12)]
-)
-def test_sizes(text: str | int, size: int) -> None:
-    assert parse_size(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "GB", "5 apples", "-3GB", True, None, 1.5e3j])
-def test_sizes_that_are_none(text: Any) -> None:
-    with pytest.raises(ValueError, match="is no size"):
-        parse_size(text)
 
 
 def test_memory_is_a_number_of_bytes() -> None:

@@ -1,5 +1,7 @@
 """Experts in bits of HQQ: how far from the matrix, how many bytes, and what is refused."""
 
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -9,11 +11,12 @@ from modeling_k3 import K3ForCausalLM
 from modeling_k3.low_bits import BITS, low_bit_bytes, quantize_experts
 from modeling_k3.planning.components import weight_bytes
 from modeling_k3.planning.shape import read_shape
-from tests.checkpoints import released
+from tests.checkpoints import read_directory, released
 from tests.models import build, tiny_config, token_ids
 
 pytest.importorskip("hqq")
 
+EXPERT = re.compile(r"experts\.\d+\.w[123]")
 #: Relative error for Gaussian weights with one scale and one zero for 64 of them.
 ERROR = {8: 0.006, 4: 0.1, 3: 0.2, 2: 0.5}
 IDS = token_ids(2, 9)
@@ -64,7 +67,64 @@ def test_every_form_of_a_release_can_be_the_source(storage: str) -> None:
     assert torch.equal(*(model(IDS).logits for model in models))
 
 
-def test_refusals(tmp_path: Path) -> None:
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("source", ["built", "released"])
+def test_saved_and_read_again(source: str, bits: int, tmp_path: Path) -> None:
+    model = build(tiny_config()) if source == "built" else K3ForCausalLM.from_pretrained(released())
+    quantize_experts(model, bits)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    expected = model(IDS).logits
+    for folder in ("first", "second"):
+        model.save_pretrained(tmp_path / folder, max_shard_size="100KB")
+        model = K3ForCausalLM.from_pretrained(tmp_path / folder)
+        found = model.state_dict()
+        assert found.keys() == before.keys()
+        assert all(tensor.dtype == before[name].dtype and torch.equal(tensor, before[name])
+                   for name, tensor in found.items())  # fmt: skip
+        assert torch.equal(model(IDS).logits, expected)
+        assert not [name for name in read_directory(tmp_path / folder) if EXPERT.search(name)]
+    config = json.loads((tmp_path / "second" / "config.json").read_text())
+    block = config.get("quantization_config") or config["text_config"]["quantization_config"]
+    assert block["experts"] == {"bits": bits, "group": 64} and block["quant_method"] == "k3_mxfp4"
+    with pytest.raises(ValueError, match="allowed are experts as they are loaded"):
+        quantize_experts(model, bits)
+
+
+def test_what_does_not_fit_a_save_in_few_bits(tmp_path: Path) -> None:
+    model = build(tiny_config())
+    quantize_experts(model, 3)
+    model.save_pretrained(tmp_path)
+    for storage in ("packed", "mapped", "dense"):
+        with pytest.raises(ValueError, match=rf"expert_storage='{storage}', but the experts are stored in bits of HQQ"):
+            K3ForCausalLM.from_pretrained(tmp_path, expert_storage=storage)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for wrong, message in (
+        ({"bits": 2, "group": 64}, "of another shape"),
+        ({"bits": 5, "group": 64}, "quantization_config.experts="),
+        ({"bits": 3}, "quantization_config.experts="),
+        (None, "unknown"),
+    ):
+        config["quantization_config"]["experts"] = wrong
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ValueError, match=message):
+            K3ForCausalLM.from_pretrained(tmp_path)
+
+
+def test_beside_a_dense_part_in_eight_bits(tmp_path: Path) -> None:
+    bnb = pytest.importorskip("transformers").BitsAndBytesConfig
+    pytest.importorskip("bitsandbytes")
+    build(tiny_config()).save_pretrained(tmp_path / "plain")
+    model = K3ForCausalLM.from_pretrained(
+        tmp_path / "plain", quantization_config=bnb(load_in_8bit=True), expert_storage="dense"
+    )
+    quantize_experts(model, 3)
+    expected = model(IDS).logits
+    model.save_pretrained(tmp_path / "both")
+    again = K3ForCausalLM.from_pretrained(tmp_path / "both")
+    assert torch.equal(again(IDS).logits, expected) and again.bytes_by_dtype() == model.bytes_by_dtype()
+
+
+def test_refusals() -> None:
     model = build(tiny_config())
     with pytest.raises(ValueError, match=r"bits=5; allowed are \[8, 4, 3, 2\]"):
         quantize_experts(model, 5)
@@ -75,9 +135,6 @@ def test_refusals(tmp_path: Path) -> None:
     quantize_experts(model, 4)
     with pytest.raises(ValueError, match="allowed are experts as they are loaded"):
         quantize_experts(model, 3)
-    with pytest.raises(ValueError, match="no place"):
-        model.save_pretrained(tmp_path / "saved")
-    assert not (tmp_path / "saved").exists()
     with pytest.raises(ValueError, match="load the checkpoint again"):
         model.model.layers[1].block_sparse_moe.experts.use_storage("dense")
 

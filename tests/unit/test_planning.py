@@ -17,7 +17,7 @@ from modeling_k3.experts import iter_experts
 from modeling_k3.planning.activations import Call, forward_peak
 from modeling_k3.planning.components import weight_bytes
 from modeling_k3.planning.shape import read_shape
-from modeling_k3.planning.sizes import format_bytes, parse_bytes
+from modeling_k3.planning.sizes import format_bytes
 from modeling_k3.planning.state import prefix_block_bytes, state_sizes
 from modeling_k3.planning.training import Training, training_peak
 from modeling_k3.planning.workload import Workload, memory_table
@@ -213,17 +213,6 @@ def test_lora_trains_less_and_checkpointing_keeps_less() -> None:
     assert kept["again"] < kept["train"] / 2
     with pytest.raises(ValueError, match="allowed is mode='lora'"):
         Workload(mode="train", experts="mxfp4")
-
-
-@pytest.mark.parametrize("text, count", [("24GiB", 24 << 30), ("1.5 MB", 1_500_000), (7, 7), ("2TiB", 2 << 40)])
-def test_sizes_are_read(text: str | int, count: int) -> None:
-    assert parse_bytes(text) == count
-
-
-@pytest.mark.parametrize("text", ["", "much", "-1GiB", "0", True])
-def test_what_is_no_size_is_refused(text: str | bool) -> None:
-    with pytest.raises(ValueError, match="budget="):
-        parse_bytes(text, "budget")
 
 
 def test_sizes_are_written_with_three_digits() -> None:

@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from modeling_k3.byte_sizes import parse_size
 from modeling_k3.cli import app
 from modeling_k3.planning import MemoryPlanError, plan_memory
 from modeling_k3.planning.devices import split_layers
 from modeling_k3.planning.plan import base_workload, with_context
 from modeling_k3.planning.scenarios import scenarios
 from modeling_k3.planning.shape import read_shape
+from modeling_k3.planning.shares import plan_shares
 
 
 def test_the_release_runs_in_24_gib_from_the_files() -> None:
@@ -83,6 +85,12 @@ def test_a_dense_part_that_is_converted_cannot_stay_in_the_files() -> None:
         counted.load_options()
 
 
+@pytest.mark.parametrize("budget", ["", "much", "-1GiB", "0", 0, True])
+def test_a_budget_that_is_none_is_refused(budget: str | int) -> None:
+    with pytest.raises(ValueError, match="budget="):
+        plan_memory("tiny", budget)
+
+
 @pytest.mark.parametrize("bad", [{"context": 0}, {"dense": "int3"}, {"dtype": "int8"}, {"mode": "train"}])
 def test_what_makes_no_sense_is_refused(bad: dict) -> None:
     with pytest.raises(ValueError):
@@ -146,3 +154,34 @@ def test_the_command_does_not_pay_for_torch() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert not loaded & {"torch", "transformers", "matplotlib"}
+
+
+@pytest.mark.parametrize(
+    ("budgets", "place"),
+    [
+        ({0: "288GB", 1: "288GB", 2: "288GB", 3: "288GB", 4: "288GB", 5: "288GB", "cpu": "64GiB"}, "memory"),
+        ({0: "80GiB", 1: "80GiB", "cpu": "512GiB"}, "mapped"),
+        ({0: "80GiB", "cpu": "200GiB"}, "mapped"),
+    ],
+)
+def test_a_budget_for_each_memory(budgets: dict, place: str) -> None:
+    plan = plan_shares("kimi-k3", budgets, context=32768)
+    assert plan.expert_place == place and plan.used <= plan.budget
+    options = plan.load_options()
+    assert options["device_map"] == "auto" and options["expert_storage"] == {"memory": "packed"}.get(place, place)
+    rooms, limits = options["max_memory"], {key: parse_size(size) for key, size in budgets.items()}
+    live = [sum(plan.table[group].values()) // (len(budgets) - 1) for group in ("state", "working")]
+    assert all(rooms[key] + sum(live) == limits[key] for key in rooms if key != "cpu")
+    held = plan.table["weights"]["routed experts"] if place == "mapped" else 0
+    assert rooms["cpu"] + held + sum(plan.table["process"].values()) == limits["cpu"]
+    dense = sum(plan.table["weights"].values()) - plan.table["weights"]["routed experts"]
+    assert dense <= sum(rooms.values())
+
+
+def test_what_no_memory_has_room_for() -> None:
+    with pytest.raises(MemoryPlanError, match=r"does not fit in .*'cpu' lacks \d"):
+        plan_shares("kimi-k3", {0: "24GiB", "cpu": "64GiB"})
+    assert plan_shares("kimi-k3", {"cpu": "24GiB"}) == plan_memory("kimi-k3", "24GiB", prefill_chunk=2048)
+    for wrong in ({0: "24GiB"}, {"cuda:0": "24GiB", "cpu": "1GiB"}, {"cpu": "much"}):
+        with pytest.raises(ValueError, match="budget"):
+            plan_shares("kimi-k3", wrong)

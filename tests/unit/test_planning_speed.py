@@ -8,9 +8,10 @@ import pytest
 
 from modeling_k3 import K3Config, K3ForCausalLM
 from modeling_k3.conversion.tiny import make_tiny
-from modeling_k3.planning.speed import Machine, expected_step, measure_machine
+from modeling_k3.planning.expected import Machine
+from modeling_k3.planning.speed import expected_step, measure_machine
 
-MACHINE = Machine(disk=1e9, memory=1e10, packed=5e8, expert_call=1e-4, layer_call=1e-3)
+MACHINE = Machine(disk=1e9, memory=1e10, packed=5e8, expert_call=1e-4, layer_call=1e-3, flops=1e11)
 SIZE = 3 * 64 * 64 * 17 // 32
 
 
