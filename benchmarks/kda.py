@@ -208,11 +208,12 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     from matplotlib import pyplot
     from matplotlib.ticker import NullFormatter
 
-    figure, panels = pyplot.subplots(1, 2, figsize=(12, 5), sharey=True, layout="constrained")
+    figure, panels = pyplot.subplots(1, 2, figsize=(11, 4.8), sharey=True, layout="constrained")
     names = list(dict.fromkeys(row["contender"] for row in rows))
+    styles = dict(zip(sorted({row["heads"] for row in rows}), ("-", "--", ":"), strict=False))
     for panel, backward in zip(panels, (False, True), strict=True):
         for number, name in enumerate(names):
-            for heads, style in zip(sorted({row["heads"] for row in rows}), ("-", "--", ":"), strict=False):
+            for heads, style in styles.items():
                 mine = [
                     (row["length"], row["milliseconds"])
                     for row in rows
@@ -220,15 +221,18 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
                     and "milliseconds" in row
                 ]
                 if mine:
-                    panel.plot(
-                        *zip(*mine, strict=True), style, marker="o", color=f"C{number}", label=f"{name}, H={heads}"
-                    )
+                    panel.plot(*zip(*mine, strict=True), style, marker="o", ms=5, color=f"C{number}")
         panel.set(xscale="log", yscale="log", xlabel="tokens", title="forward + backward" if backward else "forward")
         panel.set_xticks(sorted({row["length"] for row in rows}), sorted({row["length"] for row in rows}), minor=False)
         panel.xaxis.set_minor_formatter(NullFormatter())
         panel.grid(alpha=0.3)
     panels[0].set_ylabel("milliseconds (median)")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center", fontsize=8)
+    # A colour for each contender, a stroke for each number of heads.
+    for number, name in enumerate(names):
+        panels[1].plot([], [], color=f"C{number}", lw=3, label=name)
+    for heads, style in styles.items():
+        panels[1].plot([], [], style, color="black", label=f"{heads} heads")
+    figure.legend(loc="outside right center", fontsize=10, frameon=False)
     figure.suptitle(f"KDA, K = V = {WIDTH}, fp32, CPU")
     figure.savefig(path, dpi=130)
     pyplot.close(figure)

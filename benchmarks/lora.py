@@ -227,25 +227,32 @@ def draw(report: dict[str, Any], path: Path) -> None:
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
     names = list(report["contenders"])
-    packed = [report["contenders"][name]["checkpoint_bytes"] / 1e6 for name in names]
-    peaks = [report["contenders"][name]["peak_bytes"] / 1e6 for name in names]
-    bars = left.bar(names, peaks, color="#4477aa")
-    left.bar_label(bars, [f"{peak:,.0f}" for peak in peaks])
-    left.plot(names, packed, "_", color="black", ms=30, label="packed checkpoint")
-    left.plot(names, [1.25 * size for size in packed], "_", color="#cc3311", ms=30, label="+ 25 %")
-    left.set(title="peak memory of training, MB", yscale="log")
-    left.tick_params(axis="x", rotation=20)
-    left.legend()
+    places = range(len(names))
+    packed = [report["contenders"][name]["checkpoint_bytes"] / 1e9 for name in names]
+    peaks = [report["contenders"][name]["peak_bytes"] / 1e9 for name in names]
+    left.barh(places, peaks, color="#4477aa", height=0.7)
+    # Taller than its bar, so that it is seen where the two are close.
+    left.vlines(packed, [n - 0.45 for n in places], [n + 0.45 for n in places], color="#cc3311", lw=2)
+    for place, peak, size in zip(places, peaks, packed, strict=True):
+        left.annotate(
+            f"{peak:.2f} GB, {peak / size:.2f} x",
+            (peak, place), xytext=(6, 0), textcoords="offset points", va="center", fontsize=10,
+        )  # fmt: skip
+    left.set_yticks(places, names, fontsize=10)
+    left.set(xlim=(0, max(peaks) * 1.45), xlabel="GB")
+    left.invert_yaxis()
+    left.set_title("peak memory of training; red: packed checkpoint", fontsize=11)
     rows = report["use"]["rows"]
     right.plot([r["experts_in_use"] for r in rows], [r["seconds"] for r in rows], "o", color="#4477aa")
     top = max(r["experts_in_use"] for r in rows)
     line = [report["use"]["seconds_without"] + report["use"]["seconds_per_expert"] * x for x in (0, top)]
     right.plot([0, top], line, color="#4477aa", lw=1)
-    right.set(
-        title=f"forward and backward, {report['use']['tokens']} tokens, CPU s", xlabel="experts in use, all layers"
-    )
+    right.set(xlabel="experts in use, all layers", ylabel="CPU seconds")
+    right.set_title(f"forward and backward of {report['use']['tokens']} tokens", fontsize=11)
     right.set_xlim(0)
     right.set_ylim(0)
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120)
 
 

@@ -4,49 +4,67 @@ python examples/attention_maps.py --output runs/maps            # attention.png,
 """
 
 import argparse
+import math
 from pathlib import Path
 
+import numpy as np
 import torch
 from matplotlib.axes import Axes
-from matplotlib.colors import PowerNorm
+from matplotlib.colors import FuncNorm
 from matplotlib.figure import Figure
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import modeling_k3  # noqa: F401  tells the Auto classes what K3 is
 
-TEXT = "def add(left, right):\n    return left + right\n"
+TEXT = "for i in x:\n    print(i)\n"
 INK = "#24313f"
+# Inches that a line of the smallest letters, 9 points, takes.
+LINE = 0.145
 
 
 def draw_attention(maps: dict[str, Tensor], words: list[str], path: Path) -> None:
-    """A row of squares per layer, a square per head.
+    """A row of squares per layer, a square per head; layers of one kind share their colours.
 
     Args:
-        maps: title -> [H, T, T]. What a KDA layer's state amounts to has weights of any sign, which do not sum to one.
+        maps: "layer and kind" -> [H, T, T]. What a KDA layer's state amounts to has weights of any sign, which do not
+            sum to one.
         words: the T tokens.
         path: of the PNG.
     """
-    heads = max(map(len, maps.values()))
-    figure = Figure(figsize=(3 * heads + 0.8, 3.1 * len(maps) + 0.3), dpi=130, layout="constrained")
-    places = figure.subplots(len(maps), heads, squeeze=False)
-    for row, (title, found) in zip(places, maps.items(), strict=True):
-        for head, place in enumerate(row[: len(found)]):
-            weights = found[head]
-            # A few strong ones would leave everything else white.
-            top = weights.abs().flatten().quantile(0.995).item() or 1.0
-            if (found < 0).any():
-                image = place.imshow(weights, cmap="RdBu_r", vmin=-top, vmax=top, interpolation="nearest")
-            else:
-                image = place.imshow(weights, cmap="Blues", norm=PowerNorm(0.5, 0, top), interpolation="nearest")
-            figure.colorbar(image, ax=place, shrink=0.75).ax.tick_params(labelsize=6)
-            place.set_title(f"{title}, head {head}", fontsize=9, color=INK)
-            place.set(xticks=[], yticks=[])
-        _name(row[0], words, "y")
+    heads, side = max(map(len, maps.values())), min(max(len(words) * LINE, 1.8), 4.5)
+    kinds = {title: title.rpartition(" ")[2] for title in maps}
+    # Those that share their colours stand together.
+    maps = {title: maps[title] for title in sorted(maps, key=kinds.__getitem__)}
+    figure = Figure(figsize=(side * heads + 2.2, side * len(maps) + 1.2), dpi=130, layout="constrained")
+    places = figure.subplots(len(maps), heads, squeeze=False, sharex=True, sharey=True)
+    rows = dict(zip(maps, places, strict=True))
+    for kind in dict.fromkeys(kinds.values()):
+        alike = [title for title in maps if kinds[title] == kind]
+        squares = [place for title in alike for place in rows[title]]
+        weights = torch.cat([maps[title].flatten() for title in alike]).numpy()
+        # A few strong ones would leave everything else white, and so would a scale without the root.
+        top, is_signed = float(np.quantile(np.abs(weights), 0.995)) or 1.0, bool((weights < 0).any())
+        norm = FuncNorm((lambda x: np.sign(x) * np.abs(x) ** 0.5, lambda x: np.sign(x) * x * x), -top * is_signed, top)
+        for title in alike:
+            for head, place in enumerate(rows[title][: len(maps[title])]):
+                image = place.imshow(
+                    maps[title][head], cmap="RdBu_r" if is_signed else "Blues", norm=norm, interpolation="nearest"
+                )
+        ticks = [top * n for n in ((-1, -0.25, 0, 0.25, 1) if is_signed else (0, 0.1, 0.4, 1))]
+        bar = figure.colorbar(image, ax=squares, aspect=4 * side * len(alike), pad=0.01)
+        bar.set_ticks(ticks, labels=[f"{tick:.2g}" for tick in ticks], fontsize=10)
+        bar.set_label(f"weight, {kind}", fontsize=11)
+    for place in places.flat:
+        place.tick_params(length=0)
+    for head, place in enumerate(places[0]):
+        place.set_title(f"head {head}", fontsize=12, color=INK)
+    for title, row in rows.items():
+        _name(row[0], words, "y", side)
+        row[0].set_ylabel(title, fontsize=12, color=INK)
     for place in places[-1]:
-        _name(place, words, "x")
-    figure.supxlabel("token that is read", fontsize=10)
-    figure.supylabel("token that reads", fontsize=10)
+        _name(place, words, "x", side)
+    figure.supxlabel("token that is read; rows: token that reads", fontsize=11)
     figure.savefig(path)
 
 
@@ -69,13 +87,13 @@ def draw_depth(weights: list[Tensor], sublayers: list[str], block: int, path: Pa
     image = place.imshow(table, cmap="Blues", vmin=0, vmax=1, aspect="auto")
     for row, column in (table == table).nonzero().tolist():
         value = table[row, column].item()
-        color = "white" if value > 0.6 else INK
+        color = "white" if value > 0.55 else INK
         place.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=9, color=color)
     blocks = [f"layers\n{n * block} to {(n + 1) * block - 1}" for n in range(table.shape[1] - 1)]
     place.set_xticks(range(table.shape[1]), ["embedding", *blocks], fontsize=9)
     place.set_yticks(range(len(sublayers)), sublayers, fontsize=9)
     place.tick_params(length=0)
-    place.set_title("which depth each sub-layer listens to", fontsize=10, color=INK)
+    place.set_title("which depth each sub-layer listens to", fontsize=12, color=INK)
     figure.colorbar(image, ax=place, label="mean weight")
     figure.savefig(path)
 
@@ -88,46 +106,54 @@ def draw_experts(layers: dict[str, Tensor], words: list[str], path: Path) -> Non
         words: the T tokens.
         path: of the PNG.
     """
-    figure = Figure(figsize=(0.17 * max(len(words), 40) + 3.5, 3 * len(layers) + 0.4), dpi=130, layout="constrained")
-    places = figure.subplots(len(layers), 2, squeeze=False, width_ratios=[5, 1], sharey="row")
+    top = max(weights.max().item() for weights in layers.values())
+    width = min(max(len(words) * 0.22, 4.5), 11.0)
+    figure = Figure(figsize=(width + 3, 3 * len(layers) + 0.6), dpi=130, layout="constrained")
+    places = figure.subplots(len(layers), 2, squeeze=False, width_ratios=[width, 2], sharex="col", sharey="row")
     for (place, share), (title, weights) in zip(places, layers.items(), strict=True):
-        place.imshow(weights.T, cmap="Blues", vmin=0, vmax=weights.max(), aspect="auto", interpolation="nearest")
-        place.set_ylabel("expert", fontsize=9)
-        place.set_title(f"{title}: weight of the chosen experts", fontsize=10, color=INK)
-        _name(place, words, "x")
+        image = place.imshow(weights.T, cmap="Blues", vmin=0, vmax=top, aspect="auto", interpolation="nearest")
+        place.set_ylabel(f"{title}, expert", fontsize=11, color=INK)
         used = (weights > 0).float().mean(dim=0)
         share.barh(range(len(used)), used, color="#1f5fa8", height=0.8)
         # What every expert would have if all were chosen alike.
         share.axvline(used.mean().item(), color="#c4622d", linewidth=1)
-        share.set_title("share of the tokens", fontsize=10, color=INK)
         share.spines[["top", "right"]].set_visible(False)
+        place.tick_params(axis="x", length=0)
+    _name(places[-1][0], words, "x", width)
+    places[0][0].set_title("weight of the chosen experts", fontsize=12, color=INK)
+    places[0][1].set_title("share of tokens", fontsize=12, color=INK)
+    places[-1][1].set_xlabel("line: all alike", fontsize=10, color="#c4622d")
+    figure.colorbar(image, ax=places, label="weight", aspect=30, pad=0.01)
     figure.savefig(path)
 
 
-def _name(place: Axes, words: list[str], axis: str) -> None:
-    """Write the tokens along an axis, as far as they can be read."""
-    if len(words) > 100:
-        return
-    # Letters are as high as their rows, and narrower than high.
-    options = {"fontsize": min(7.0, (250 if axis == "x" else 170) / len(words)), "family": "monospace"}
-    if axis == "x":
-        place.set_xticks(range(len(words)), words, rotation=0 if max(map(len, words)) < 2 else 90, **options)
-    else:
-        place.set_yticks(range(len(words)), words, **options)
-    place.tick_params(axis=axis, length=0, pad=1)
+def _name(place: Axes, words: list[str], axis: str, inches: float) -> None:
+    """Write the tokens along an axis of that length: all, or every n-th where they would not be readable."""
+    step = math.ceil(len(words) * LINE / inches - 0.01)
+    shown = words[::step]
+    ticks = place.set_xticks if axis == "x" else place.set_yticks
+    # Letters stand upright, words do not fit.
+    turned = {"rotation": 90} if axis == "x" and max(map(len, shown)) > 1 else {}
+    ticks(range(0, len(words), step), shown, fontsize=9, family="monospace", **turned)
+    place.tick_params(axis=axis, length=0, pad=2)
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the model once over a text and draw what it did."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default=str(Path(__file__).with_name("pico")))
+    parser.add_argument("--model", default=str(Path(__file__).with_name("pico")), help="a folder, or one of the hub")
     parser.add_argument("--text", default=TEXT)
     parser.add_argument("--output", type=Path, default=Path("runs/maps"))
-    parser.add_argument("--layers", type=int, nargs="+", help="layers to draw; default: the last four")
+    parser.add_argument("--layers", type=int, nargs="+", help="layers to draw; default: the last two")
     parser.add_argument("--heads", type=int, default=4, help="heads to draw of each layer")
     options = parser.parse_args(arguments)
 
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(options.model)
+    except (OSError, ValueError) as error:
+        parser.error(
+            f"--model {options.model}: give a folder with a checkpoint, or one of the hub. {error}".partition("\n")[0]
+        )
     # Eager attention forms weights; "exact" writes a KDA layer as the attention that its state amounts to.
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32, attn_implementation="eager").eval()
     ids = tokenizer(options.text, return_tensors="pt")["input_ids"]
@@ -146,9 +172,9 @@ def main(arguments: list[str] | None = None) -> None:
 
     options.output.mkdir(parents=True, exist_ok=True)
     count = model.config.num_hidden_layers
-    shown = options.layers or list(range(count))[-4:]
+    shown = options.layers or list(range(count))[-2:]
     kinds = {"linear_attention": "KDA", "full_attention": "MLA"}
-    titles = {n: f"layer {n}, {kinds[model.config.layer_types[n]]}" for n in shown}
+    titles = {n: f"layer {n} {kinds[model.config.layer_types[n]]}" for n in shown}
     maps = {titles[n]: found.attentions[n][0, : options.heads].float() for n in shown}
     draw_attention(maps, words, options.output / "attention.png")
     feed_forward = {"sparse": "experts", "dense": "MLP"}

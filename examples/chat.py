@@ -47,7 +47,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--max-new-tokens", type=int, default=256)
     options = parser.parse_args(arguments)
 
-    tokenizer = AutoTokenizer.from_pretrained(options.folder)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(options.folder)
+    except (OSError, ValueError) as error:
+        parser.error(
+            f"{options.folder}: give a folder with a checkpoint, or one of the hub. {error}".partition("\n")[0]
+        )
     model = AutoModelForCausalLM.from_pretrained(options.folder, dtype="auto").eval()
     messages = [{"role": "user", "content": options.question}]
     for _ in range(3):

@@ -36,7 +36,7 @@ def _roll(rows: Tensor, by: Tensor) -> Tensor:
 def main(arguments: list[str] | None = None) -> None:
     """Prefer answers as they were written to the same words in reverse."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default=str(Path(__file__).with_name("pico")))
+    parser.add_argument("--model", default=str(Path(__file__).with_name("pico")), help="a folder, or one of the hub")
     parser.add_argument("--output", default="runs/dpo")
     parser.add_argument("--max-steps", type=int, default=50)
     parser.add_argument("--examples", type=int, default=200)
@@ -45,7 +45,9 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         tokenizer = AutoTokenizer.from_pretrained(options.model)
     except (OSError, ValueError) as error:
-        parser.error(f"--model {options.model}: {error}".partition("\n")[0])
+        parser.error(
+            f"--model {options.model}: give a folder with a checkpoint, or one of the hub. {error}".partition("\n")[0]
+        )
     model, reference = (
         AutoModelForCausalLM.from_pretrained(options.model, dtype="float32", dequantize=True) for _ in range(2)
     )

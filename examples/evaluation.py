@@ -29,7 +29,9 @@ except ModuleNotFoundError as error:
 def held_out(model: str) -> list[dict[str, str]]:
     """Files that the model was not trained on, as its report says; without a report any small ones."""
     root, report = Path(sysconfig.get_paths()["stdlib"]), Path(model) / "report.json"
-    names = json.loads(report.read_text())["held_out"]["names"] if report.is_file() else ["sched.py", "copyreg.py"]
+    names = ["sched.py", "copyreg.py"]
+    if report.is_file():
+        names = json.loads(report.read_text(encoding="utf-8"))["held_out"]["names"]
     texts = [path.read_text(encoding="utf-8") for path in (root / name for name in names) if path.is_file()]
     return [{"page": text} for text in texts if text.strip()]
 
@@ -62,14 +64,19 @@ def make_task(name: str, rows: list[dict], **config: object) -> ConfigurableTask
 def main(arguments: list[str] | None = None) -> None:
     """Print one line per metric."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default=str(Path(__file__).with_name("pico")))
+    parser.add_argument("--model", default=str(Path(__file__).with_name("pico")), help="a folder, or one of the hub")
     parser.add_argument("--limit", type=int, help="rows per task; default: all")
     parser.add_argument("--max-length", type=int, default=1024, help="tokens of a window")
     parser.add_argument("--batch-size", type=int, default=4)
     options = parser.parse_args(arguments)
 
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(options.model)
+    except (OSError, ValueError) as error:
+        parser.error(
+            f"--model {options.model}: give a folder with a checkpoint, or one of the hub. {error}".partition("\n")[0]
+        )
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
     tasks = [
         make_task(
             "held_out_text",

@@ -19,13 +19,18 @@ from modeling_k3.training import PackingCollator
 def main(arguments: list[str] | None = None) -> None:
     """Train an adapter on the experts and compare it with what is loaded from disk."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default=str(Path(__file__).with_name("pico")))
+    parser.add_argument("--model", default=str(Path(__file__).with_name("pico")), help="a folder, or one of the hub")
     parser.add_argument("--output", default="runs/lora")
     parser.add_argument("--max-steps", type=int, default=50)
     parser.add_argument("--rank", type=int, default=4)
     options = parser.parse_args(arguments)
 
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(options.model)
+    except (OSError, ValueError) as error:
+        parser.error(
+            f"--model {options.model}: give a folder with a checkpoint, or one of the hub. {error}".partition("\n")[0]
+        )
     model = get_peft_model(
         AutoModelForCausalLM.from_pretrained(options.model, dtype="float32"),
         lora_config("experts", r=options.rank),

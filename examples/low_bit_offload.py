@@ -18,7 +18,7 @@ import modeling_k3  # noqa: F401  tells the Auto classes what K3 is
 def main(arguments: list[str] | None = None) -> None:
     """Load in little memory, write something, and say what the experts took."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default=str(Path(__file__).with_name("pico")))
+    parser.add_argument("--model", default=str(Path(__file__).with_name("pico")), help="a folder, or one of the hub")
     parser.add_argument("--bits", type=int, choices=[4, 8, 16], default=8, help="of the linear layers; 16: as stored")
     parser.add_argument("--expert-memory", default="1MB", help="for experts and caches, e.g. 24GiB")
     parser.add_argument("--disk-layers", type=int, default=0, help="with --bits 16: layers whose weights stay on disk")
@@ -32,7 +32,12 @@ def main(arguments: list[str] | None = None) -> None:
         # What the device map leaves on disk is read again by every forward. Layers in few bits have to be in memory.
         16: {"device_map": {"": "cpu"} | {f"model.layers.{n}": "disk" for n in range(options.disk_layers)}},
     }
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(options.model)
+    except (OSError, ValueError) as error:
+        parser.error(
+            f"--model {options.model}: give a folder with a checkpoint, or one of the hub. {error}".partition("\n")[0]
+        )
     model = AutoModelForCausalLM.from_pretrained(
         options.model, dtype=torch.float32, expert_memory=options.expert_memory, **ways[options.bits]
     )

@@ -66,8 +66,12 @@ def main(arguments: list[str] | None = None) -> None:
     if options.export and Path(options.export).exists():
         parser.error(f"--export {options.export} exists already; remove it or choose another folder")
 
-    tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
-    model = AutoModelForCausalLM.from_config(K3Config.from_pretrained(options.config))
+    try:
+        config = K3Config.from_pretrained(options.config)
+        tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
+    except (OSError, ValueError) as error:
+        parser.error(f"--config and --tokenizer take a folder, or one of the hub. {error}".partition("\n")[0])
+    model = AutoModelForCausalLM.from_config(config)
     trainer = Trainer(
         model,
         TrainingArguments(

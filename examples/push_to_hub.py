@@ -18,7 +18,7 @@ def measured(model: str) -> list[dict[str, str]]:
     report = Path(model) / "report.json"
     if not report.is_file():
         return []
-    found = json.loads(report.read_text())
+    found = json.loads(report.read_text(encoding="utf-8"))
     figure = {"what": "bits per byte of held-out text", "value": f"{found['bits_per_byte']['after']:.3f}"}
     # The folder's name only: where it lies is nobody's business.
     figure["command"] = f"k3 demo --all --model {Path(model).resolve().name}"
@@ -29,16 +29,21 @@ def main(arguments: list[str] | None = None) -> None:
     """Write the same files to a folder first, to look at them; then upload unless that was all."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("repository", help="NAME/model on the hub; made if it is not there")
-    parser.add_argument("--model", default=str(Path(__file__).with_name("pico")))
+    parser.add_argument("--model", default=str(Path(__file__).with_name("pico")), help="a folder, or one of the hub")
     parser.add_argument("--description", help="what it was trained for, on which data")
     parser.add_argument("--license", help="of the weights, as the hub names it, such as apache-2.0")
     parser.add_argument("--preview", type=Path, help="only write what would be uploaded, into this folder")
     parser.add_argument("--private", action="store_true")
     options = parser.parse_args(arguments)
 
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(options.model)
+    except (OSError, ValueError) as error:
+        parser.error(
+            f"--model {options.model}: give a folder with a checkpoint, or one of the hub. {error}".partition("\n")[0]
+        )
     # As stored: packed experts are uploaded packed.
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype="auto")
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
     # What cannot be counted on the model. Weights derived from the released ones get their licence on the card.
     card = {"description": options.description, "license": options.license, "figures": measured(options.model)}
     card = {name: value for name, value in card.items() if value}

@@ -34,7 +34,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, pair: tuple[str, str]) -> dict[st
 def main(arguments: list[str] | None = None) -> None:
     """Fine-tune and save."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default=str(Path(__file__).with_name("pico")))
+    parser.add_argument("--model", default=str(Path(__file__).with_name("pico")), help="a folder, or one of the hub")
     parser.add_argument("--output", default="runs/sft")
     parser.add_argument("--max-steps", type=int, default=100)
     parser.add_argument("--examples", type=int, default=400)
@@ -43,7 +43,9 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         tokenizer = AutoTokenizer.from_pretrained(options.model)
     except (OSError, ValueError) as error:
-        parser.error(f"--model {options.model}: {error}".partition("\n")[0])
+        parser.error(
+            f"--model {options.model}: give a folder with a checkpoint, or one of the hub. {error}".partition("\n")[0]
+        )
     # Everything is trained, so packed experts are expanded.
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype="float32", dequantize=True)
     trainer = SFTTrainer(

@@ -13,10 +13,13 @@ import typer
 from modeling_k3.conversion.cli import app as convert
 from modeling_k3.planning.commands import add_commands as add_plan
 from modeling_k3.readiness.commands import add_commands
+from modeling_k3.terminal.usage import Commands
 
 app = typer.Typer(
+    name="k3",
+    cls=Commands,
     help="Kimi K3 for transformers.",
-    epilog="Start with:\n\nk3 demo\n\nk3 generate examples/pico --prompt 'import os'",
+    epilog="Start with:\nk3 demo\nk3 generate examples/pico --prompt 'import os'",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -24,6 +27,7 @@ app = typer.Typer(
 )
 
 USAGE_ERROR = 2
+TRAINING = "With --train"
 INTERRUPTED = 130
 
 
@@ -39,14 +43,17 @@ class Dtype(enum.StrEnum):
     float16 = "float16"
 
 
+AnyDtype = Annotated[Dtype, typer.Option(metavar="FORMAT", help="Of the weights: auto, float32, bfloat16 or float16.")]
+
+
 @app.callback()
 def k3() -> None:
     """Kimi K3 for transformers."""
 
 
-@app.command(epilog="Examples:\n\nk3 demo --prompt 'def main('\n\nk3 demo --train --seconds 60 --save my-k3")
+@app.command(epilog="Examples:\nk3 demo --prompt 'def main('\nk3 demo --train --seconds 60 --save my-k3")
 def demo(
-    model: Annotated[Path | None, typer.Option(help="Folder of a trained model. Default: examples/pico.")] = None,
+    model: Annotated[Path | None, typer.Option(help="Folder of a trained model. Default: one comes along.")] = None,
     data: Annotated[
         list[Path] | None,
         typer.Option(help="File or directory of text; may be given several times. Default: Python's own sources."),
@@ -56,25 +63,46 @@ def demo(
         int | None, typer.Option(min=1, help="CPU threads. Default: the cores there are, at most 8.")
     ] = None,
     prompt: Annotated[str | None, typer.Option(help="Continued by the trained model at the end.")] = None,
-    train: Annotated[
-        bool, typer.Option("--train", help="Train from scratch instead. The options below need it.")
-    ] = False,
+    train: Annotated[bool, typer.Option("--train", help="Train from scratch instead.")] = False,
     out: Annotated[
-        Path | None, typer.Option(help="Folder of the run; an unfinished one is resumed. Default: runs/demo.")
+        Path | None,
+        typer.Option(
+            help="Folder of the run; an unfinished one is resumed. Default: runs/demo.", rich_help_panel=TRAINING
+        ),
     ] = None,
-    seconds: Annotated[float | None, typer.Option(min=1, help="Training time. Default: 120.")] = None,
+    seconds: Annotated[
+        float | None, typer.Option(min=1, help="Training time. Default: 120.", rich_help_panel=TRAINING)
+    ] = None,
     steps: Annotated[
-        int | None, typer.Option(min=1, help="A number of steps instead of a time: the same bits every time.")
+        int | None,
+        typer.Option(
+            min=1, help="A number of steps instead of a time: the same bits every time.", rich_help_panel=TRAINING
+        ),
     ] = None,
-    batch_size: Annotated[int | None, typer.Option(min=1, help="Windows per step. Default: 8.")] = None,
-    sequence_length: Annotated[int | None, typer.Option(min=16, help="Bytes per window. Default: 256.")] = None,
-    preset: Annotated[str | None, typer.Option(help="Preset, or folder with a config.json. Default: pico.")] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Of start values and data order. Default: 0.")] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Windows per step. Default: 8.", rich_help_panel=TRAINING)
+    ] = None,
+    sequence_length: Annotated[
+        int | None, typer.Option(min=16, help="Bytes per window. Default: 256.", rich_help_panel=TRAINING)
+    ] = None,
+    preset: Annotated[
+        str | None, typer.Option(help="Preset, or folder with a config.json. Default: pico.", rich_help_panel=TRAINING)
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Of start values and data order. Default: 0.", rich_help_panel=TRAINING)
+    ] = None,
     qat: Annotated[
-        bool | None, typer.Option("--qat", help="Train the experts on the MXFP4 grid and save a packed release.")
+        bool | None,
+        typer.Option(
+            "--qat", help="Train the experts on the MXFP4 grid and save a packed release.", rich_help_panel=TRAINING
+        ),
     ] = None,
-    save: Annotated[Path | None, typer.Option(help="New folder that gets the model with a card.")] = None,
-    fresh: Annotated[bool | None, typer.Option("--fresh", help="Start over instead of resuming.")] = None,
+    save: Annotated[
+        Path | None, typer.Option(help="New folder that gets the model with a card.", rich_help_panel=TRAINING)
+    ] = None,
+    fresh: Annotated[
+        bool | None, typer.Option("--fresh", help="Start over instead of resuming.", rich_help_panel=TRAINING)
+    ] = None,
 ) -> None:
     """Show a small trained K3: what it predicts of text it has not seen, how fast it is, what it writes.
 
@@ -138,7 +166,7 @@ def generate(
     temperature: Annotated[float, typer.Option(min=0, help="0 always takes the likeliest token.")] = 0.8,
     top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens of this total probability.")] = 0.95,
     seed: Annotated[int | None, typer.Option(min=0, help="Same seed, same text. Default: another every time.")] = None,
-    dtype: Annotated[Dtype, typer.Option(help="Number format of the weights.")] = Dtype.auto,
+    dtype: AnyDtype = Dtype.auto,
 ) -> None:
     """Continue a prompt with any saved K3 checkpoint, streaming the text."""
 
@@ -166,11 +194,13 @@ class Effort(enum.StrEnum):
     none = "none"
 
 
-@app.command(epilog="Examples:\n\nk3 chat MODEL --effort low\n\nk3 chat MODEL --tools stub --system 'Be brief.'")
+@app.command(epilog="Examples:\nk3 chat MODEL --effort low\nk3 chat MODEL --tools stub --system 'Be brief.'")
 def chat(
     path: Annotated[Path, typer.Argument(help="Folder of a saved K3 checkpoint with its tokenizer.")],
-    effort: Annotated[Effort, typer.Option(help="How much to think; none says nothing about it.")] = Effort.max,
-    thinking: Annotated[bool, typer.Option(help="Whether the model thinks before it answers.")] = True,
+    effort: Annotated[
+        Effort, typer.Option(metavar="LEVEL", help="How much to think: low, high, max; or none, to say nothing of it.")
+    ] = Effort.max,
+    no_thinking: Annotated[bool, typer.Option("--no-thinking", help="Answer without thinking.")] = False,
     system: Annotated[str | None, typer.Option(help="System message to begin with.")] = None,
     tools: Annotated[
         str | None, typer.Option(help="JSON file with tool schemas, whose results you type; or stub, a pretend tool.")
@@ -186,7 +216,7 @@ def chat(
         typer.Option(help="Draw from the likeliest tokens of this total probability. Default: the model's own."),
     ] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Same seed, same text. Default: another every time.")] = None,
-    dtype: Annotated[Dtype, typer.Option(help="Number format of the weights.")] = Dtype.auto,
+    dtype: AnyDtype = Dtype.auto,
 ) -> None:
     """Talk to a K3 checkpoint. /help lists the commands inside."""
 
@@ -195,7 +225,7 @@ def chat(
         from modeling_k3.terminal.start import run_chat, sampling
 
         settings = ChatSettings(
-            thinking=thinking,
+            thinking=not no_thinking,
             effort=None if effort is Effort.none else effort.value,
             max_new_tokens=max_new_tokens,
             sampling=sampling(temperature, top_p),

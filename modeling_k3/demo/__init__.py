@@ -18,10 +18,22 @@ Nothing large is imported here, so that `import modeling_k3.demo` costs nothing.
 """
 
 import logging
+from pathlib import Path
 
 # Where bitsandbytes is installed, the Trainer's imports bring it along, and it complains about an optional package of
 # its own. Nothing here uses it, and a demo should not begin with a complaint.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+
+
+def trained_path() -> Path:
+    """Folder of a small trained K3 with its tokenizer: examples/pico of a clone, and in every wheel.
+
+    Returns:
+        The absolute path.
+    """
+    package = Path(__file__).resolve().parents[1]
+    installed = package / "pico"
+    return installed if installed.is_dir() else package.parent / "examples" / "pico"
 
 
 class UserError(ValueError):

@@ -82,8 +82,8 @@ def save_with_card(model: Path, curve: Path, report: dict[str, Any], target: Pat
     shutil.copyfile(curve, unfinished / "loss.png")
     # Where a run lay and what else its machine did is of no use elsewhere.
     kept = {name: value for name, value in report.items() if name not in ("files", "memory", "speed")}
-    (unfinished / "report.json").write_text(json.dumps(kept) + "\n")
-    (unfinished / "README.md").write_text(card_text(kept, target))
+    (unfinished / "report.json").write_text(json.dumps(kept) + "\n", encoding="utf-8")
+    (unfinished / "README.md").write_text(card_text(kept, target), encoding="utf-8")
     publish(unfinished, target)
 
 

@@ -1,5 +1,6 @@
 """The loss curve as a picture."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +12,9 @@ from modeling_k3.training.plot import running_mean
 
 _INK, _QUIET, _GRID = "#22262e", "#7d8590", "#e9ebee"
 _TRAIN, _HELD_OUT, _REFERENCE = "#a9c1de", "#1f5fa8", "#c4622d"
+_LETTERS = 9
+# From the end of a line to the left edge of its name.
+_LEADER = {"arrowstyle": "-", "linewidth": 0.6, "relpos": (0, 0.5), "shrinkA": 1, "shrinkB": 0}
 
 Point = Sequence[float]
 
@@ -61,17 +65,17 @@ def draw_curve(
         axes.axhline(level, color=_REFERENCE, linewidth=1, linestyle=(0, (5, 4)))
     labels = [
         (final, "all held-out text", _HELD_OUT, "bold"),
-        (held_out[-1][2], "held-out sample, short pieces", _HELD_OUT, "normal"),
+        (held_out[-1][2], "held-out, short pieces", _HELD_OUT, "normal"),
     ]
     if bits:
         labels.append((running_mean(bits, 0.9)[-1], "training", "#6f93bd", "normal"))
     labels += [(level, name, _REFERENCE, "normal") for name, level in references.items()]
-    _label_ends(axes, last, labels)
     axes.set_xlabel("step" if by_step else "seconds of training", color=_QUIET, fontsize=9)
     _dress(axes, last, [point[2] for point in held_out] + list(references.values()) + bits + [final])
+    _label_ends(axes, last, labels)
     axes.set_title(title, loc="left", color=_INK, fontsize=13, fontweight="bold", pad=26)
     axes.annotate(
-        note, (0, 1), xycoords="axes fraction", xytext=(0, 10), textcoords="offset points", color=_QUIET, fontsize=8.5
+        note, (0, 1), xycoords="axes fraction", xytext=(0, 10), textcoords="offset points", color=_QUIET, fontsize=9
     )
     figure.savefig(path)
 
@@ -82,22 +86,38 @@ def _label_ends(axes: Axes, last: float, labels: Sequence[tuple[float, str, str,
     Args:
         labels: (level, name, color, font weight).
     """
-    # On a logarithmic scale equal distances are equal ratios.
-    apart = 1.06
-    height = 0.0
-    for level, name, color, weight in sorted(labels):
-        height = max(level, height * apart)
+    labels = sorted(labels)
+    bottom, top = axes.get_ylim()
+    # The axes take about three quarters of the figure's height; the scale is logarithmic.
+    line = math.log(top / bottom) * _LETTERS * 1.5 / (0.75 * 72 * axes.figure.get_figheight())
+    heights = spread([math.log(level) for level, *_ in labels], line)
+    for (level, name, color, weight), height in zip(labels, heights, strict=True):
         axes.annotate(
             f"{name}  {level:.2f}",
-            (last, height),
-            xytext=(10, 0),
-            textcoords="offset points",
+            (last, level),
+            xytext=(1.03, (height - math.log(bottom)) / math.log(top / bottom)),
+            textcoords="axes fraction",
             va="center",
             color=color,
-            fontsize=8.5,
+            fontsize=_LETTERS,
             fontweight=weight,
             annotation_clip=False,
+            arrowprops=_LEADER | {"color": color},
         )
+
+
+def spread(heights: Sequence[float], apart: float) -> list[float]:
+    """Move rising heights as little as possible, in the sum of squares, so that neighbours are `apart` at least."""
+    # Without the distances kept between them heights must only not fall: whatever does is averaged.
+    groups: list[tuple[float, int]] = []
+    for index, height in enumerate(heights):
+        mean, count = height - index * apart, 1
+        while groups and groups[-1][0] > mean:
+            before, size = groups.pop()
+            mean, count = (before * size + mean * count) / (size + count), size + count
+        groups.append((mean, count))
+    level = [mean for mean, count in groups for _ in range(count)]
+    return [mean + index * apart for index, mean in enumerate(level)]
 
 
 def _dress(axes: Axes, last: float, values: Sequence[float]) -> None:
@@ -110,7 +130,7 @@ def _dress(axes: Axes, last: float, values: Sequence[float]) -> None:
     axes.set_ylabel("bits per byte", color=_QUIET, fontsize=9)
     axes.grid(axis="y", color=_GRID, linewidth=0.8)
     axes.set_axisbelow(True)
-    axes.tick_params(colors=_QUIET, labelsize=8.5, length=0)
+    axes.tick_params(colors=_QUIET, labelsize=9, length=0)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.spines["bottom"].set_color(_GRID)

@@ -2,7 +2,6 @@
 
 import math
 import os
-import resource
 import statistics
 import sys
 import time
@@ -16,6 +15,12 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from modeling_k3.experts import iter_experts
+
+try:
+    import resource
+except ImportError:
+    # Windows.
+    resource = None
 
 WINDOW = 1024
 _BATCH = 4
@@ -127,6 +132,11 @@ def speed(model: PreTrainedModel, prompt: Tensor, *, new_tokens: int = 64, repea
 
 def peak_memory() -> int:
     """Bytes this process has had in memory at most since it started."""
+    if resource is None:
+        # Comes with accelerate.
+        import psutil
+
+        return psutil.Process().memory_info().peak_wset
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     # Linux counts in KiB, macOS in bytes.
     return peak if sys.platform == "darwin" else peak * 1024

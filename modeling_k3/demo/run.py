@@ -182,7 +182,7 @@ def _finished_report(options: DemoOptions, identity: dict[str, str]) -> dict[str
         return None
     require_same_run(progress, options.settings, identity)
     file = options.out / "report.json"
-    return json.loads(file.read_text()) if progress["finished"] and file.is_file() else None
+    return json.loads(file.read_text(encoding="utf-8")) if progress["finished"] and file.is_file() else None
 
 
 def _report_again(options: DemoOptions, report: dict[str, Any], console: Console) -> dict[str, Any]:

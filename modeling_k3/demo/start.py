@@ -9,9 +9,7 @@ import torch
 from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
-import modeling_k3
-
-from . import UserError
+from . import UserError, trained_path
 from .corpus import HELD_OUT_BYTES, load_corpus
 from .display import Display
 from .measure import (
@@ -27,8 +25,7 @@ from .report import compressor_bits, show_report
 from .run import PROMPT, continue_text
 from .text import load
 
-PICO = Path(modeling_k3.__file__).resolve().parents[1] / "examples" / "pico"
-"""The trained model of a clone; an installed package has none."""
+PICO = trained_path()
 
 _SAMPLE = 48
 _WINDOW = 1024
@@ -39,7 +36,7 @@ class StartOptions:
     """What `k3 demo` was asked to do.
 
     Args:
-        model: folder of a checkpoint; None for examples/pico.
+        model: folder of a checkpoint; None for `trained_path()`.
         data: files and directories to measure on; empty for what `model` was not trained on of the standard library.
         everything: measure on all held-out text instead of a sample.
         threads: of torch; None takes the cores there are.
@@ -101,7 +98,7 @@ def _held_out_names(folder: Path) -> list[str]:
     """Which documents the model of a folder was never trained on, as its report says."""
     file = folder / "report.json"
     try:
-        return json.loads(file.read_text())["held_out"]["names"]
+        return json.loads(file.read_text(encoding="utf-8"))["held_out"]["names"]
     except (OSError, ValueError, KeyError) as error:
         raise UserError(
             f"{file} does not say which text was held out ({error!r}). Give --data with text the model has not seen."

@@ -72,7 +72,7 @@ def publish(unfinished: Path, target: Path) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Write JSON so that readers see the old file or the new one, never half of it."""
     unfinished = path.with_name(f"{_UNFINISHED}{path.name}-{os.getpid()}")
-    unfinished.write_text(json.dumps(value) + "\n")
+    unfinished.write_text(json.dumps(value) + "\n", encoding="utf-8")
     _flush(unfinished)
     os.replace(unfinished, path)
 
@@ -80,7 +80,7 @@ def write_json(path: Path, value: Any) -> None:
 def read_progress(root: Path) -> dict[str, Any] | None:
     """The JSON part of the latest state, or None if there is no state."""
     states = _states(root)
-    return json.loads((states[-1][1] / "progress.json").read_text()) if states else None
+    return json.loads((states[-1][1] / "progress.json").read_text(encoding="utf-8")) if states else None
 
 
 def load_state(root: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

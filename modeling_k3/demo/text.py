@@ -71,7 +71,7 @@ def require_checkpoint(path: Path) -> None:
     if not (path / "config.json").is_file():
         raise UserError(f"{path} holds no config.json. Expected is a folder written by save_pretrained, or a release.")
     try:
-        config = json.loads((path / "config.json").read_text())
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(f"{path / 'config.json'} is not valid JSON: {error}") from error
     if (kind := config.get("model_type")) not in MODEL_TYPES:

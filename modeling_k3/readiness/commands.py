@@ -17,7 +17,7 @@ def add_commands(app: typer.Typer, readable: Callable[[Callable[[], None]], None
         readable: runs a command and turns what the user can put right into one line and an exit code.
     """
 
-    @app.command(epilog="Examples:\n\nk3 doctor\n\nk3 doctor --device cuda --thorough --json doctor.json")
+    @app.command(epilog="Examples:\nk3 doctor\nk3 doctor --device cuda --thorough --json doctor.json")
     def doctor(
         device: Annotated[
             str | None, typer.Option(help="Device, as torch names it. Default: the GPU if there is one.")

@@ -43,14 +43,15 @@ def describe_machine(device: str) -> str:
 
 def as_table(reports: list[OperatorReport]) -> Table:
     """The reports as a table for a terminal."""
-    table = Table("operator", "by", "version", "status", "error", "why")
+    table = Table("operator", "by", "status", "error", "why")
     for report in reports:
         error = "" if report.error is None else f"{report.error:.0e}"
         colour = _COLOURS[report.status]
+        # torch's own version stands above the table.
+        is_named = report.version == "-" or report.version.startswith("torch")
         table.add_row(
             report.operator,
-            report.implementation,
-            report.version,
+            report.implementation if is_named else report.version,
             f"[{colour}]{report.status}[/{colour}]",
             error,
             report.reason,

@@ -1,4 +1,4 @@
-"""`make gpu-check`: the probe on a GPU, together with speed. Exit code 1 if an operator has no right implementation.
+"""`make gpu-check`: every kernel, and a model, tried on a GPU. Exit code 1 if something has no right implementation.
 
 python -m modeling_k3.readiness.gpu_check --out runs/gpu-check
 """
@@ -7,6 +7,7 @@ import argparse
 import json
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -15,17 +16,22 @@ from typing import Any
 import torch
 from rich.console import Console
 from torch import Tensor
+from transformers.utils import logging
 
 from modeling_k3.kda_check import make_case
 from modeling_k3.kda_fla import fla_kda, refusal
 from modeling_k3.kda_ops import chunk_kda
-from modeling_k3.readiness.doctor import examine, is_ready, write_json
+from modeling_k3.readiness.doctor import as_table, examine, is_ready, write_json
+from modeling_k3.readiness.model_check import ModelCheck
 
 LENGTHS, HEADS, WIDTH = (1024, 4096, 16384), 16, 128
 
 
 def measure_speed(device: str, lengths: Sequence[int] = LENGTHS, *, heads: int = HEADS) -> Iterator[dict[str, Any]]:
-    """Yield milliseconds of forward and of forward + backward, bf16 inputs, for our chunk form and fla's kernels."""
+    """Yield milliseconds of forward and of forward + backward, bf16 inputs, for our chunk form and fla's kernels.
+
+    A row has "ms", or "error" where there was one, such as too little memory for a length.
+    """
     paths: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {"chunk (torch)": chunk_kda}
     why_not = refusal(torch.empty(1, 64, 1, WIDTH, device=device), -5.0, True, torch.bfloat16)
     if why_not is None:
@@ -34,8 +40,11 @@ def measure_speed(device: str, lengths: Sequence[int] = LENGTHS, *, heads: int =
         case = make_case("released", length, torch.bfloat16, device, heads=heads, width=WIDTH)
         for name, path in paths.items():
             for backward in (False, True):
-                milliseconds = _median(path, case.inputs, backward, device)
-                yield {"path": name, "length": length, "heads": heads, "backward": backward, "ms": milliseconds}
+                row = {"path": name, "length": length, "heads": heads, "backward": backward}
+                try:
+                    yield row | {"ms": _median(path, case.inputs, backward, device)}
+                except Exception as error:
+                    yield row | {"error": f"{type(error).__name__}: {error}".partition("\n")[0][:200]}
 
 
 def _median(
@@ -56,24 +65,37 @@ def _median(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run probe and speed, print both, write them; returns the exit code."""
+    """Try operators, a model and speed, print all of it, write it; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
-    parser.add_argument("--heads", type=int, default=HEADS)
+    parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS), help="of KDA's inputs, for speed")
+    parser.add_argument("--heads", type=int, default=HEADS, help="of KDA's inputs, for speed")
+    parser.add_argument("--preset", default="small", help="sizes of the model")
+    parser.add_argument("--tokens", type=int, default=1024, help="in each of two rows of a training step")
     parser.add_argument("--out", type=Path, default=Path("runs/gpu-check"))
     options = parser.parse_args(arguments)
     console = Console()
     if options.device.startswith("cuda") and not torch.cuda.is_available():
-        console.print("error: there is no CUDA device here; --device cpu runs the same checks in torch")
+        here = 'make gpu-check ARGS="--device cpu"'
+        print(f"error: torch finds no CUDA device here; {here} runs the same checks without one", file=sys.stderr)
         return 2
     reports = examine(options.device, thorough=True, again=True, console=console)
+    # Kept from here on, whatever happens later.
+    write_json(reports, options.out / "operators.json", options.device)
+    logging.disable_progress_bar()
+    with tempfile.TemporaryDirectory() as folder:
+        check = ModelCheck(options.device, Path(folder), options.preset, options.tokens)
+        with console.status("a model of random weights: experts, generation, training, attention"):
+            found = list(check.reports())
+    console.print(as_table(found))
+    reports += found
     write_json(reports, options.out / "operators.json", options.device)
     speed = []
     for row in measure_speed(options.device, options.lengths, heads=options.heads):
         speed.append(row)
         what = "forward + backward" if row["backward"] else "forward"
-        console.print(f"{row['path']}, T={row['length']}, H={row['heads']}, {what}: {row['ms']:.2f} ms")
+        took = row["error"] if "error" in row else f"{row['ms']:.2f} ms"
+        console.print(f"{row['path']}, T={row['length']}, H={row['heads']}, {what}: {took}", soft_wrap=True)
     (options.out / "speed.json").write_text(json.dumps(speed, indent=1) + "\n", encoding="utf-8")
     console.print(f"written to {options.out}", soft_wrap=True)
     return 0 if is_ready(reports) else 1

@@ -78,7 +78,12 @@ def _torch_version() -> str:
 def _kda(
     name: str, path: Callable[..., tuple[Tensor, Tensor]], device: str, lengths: tuple[int, ...] | list[int]
 ) -> OperatorReport:
-    return summarize(name, "torch", _torch_version(), list(check_path(path, [torch.float32], lengths, device)))
+    try:
+        findings = list(check_path(path, [torch.float32], lengths, device))
+    except Exception as error:
+        reason = f"{type(error).__name__}: {str(error)[:160]}"
+        return OperatorReport(name, "torch", _torch_version(), REFUSED, reason)
+    return summarize(name, "torch", _torch_version(), findings)
 
 
 def summarize(operator: str, implementation: str, version: str, findings: list[Finding]) -> OperatorReport:

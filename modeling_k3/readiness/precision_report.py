@@ -1,33 +1,34 @@
 """A precision report as table, JSON and picture."""
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from modeling_k3.readiness.precision import PrecisionReport
+from modeling_k3.readiness.precision import GroupReport, PrecisionReport
 
 _FREE, _FORCED, _BOUND = "#1f5fa8", "#c4622d", "#7d8590"
 
 
 def as_table(report: PrecisionReport) -> Table:
-    """One row for the short and one for the long inputs."""
-    table = Table("inputs", "tokens", "KL", "KL forced", "top-1", "top-1 forced", "perplexity", "routes changed")
+    """A column for the short and one for the long inputs."""
+    table = Table("", *(f"{group.samples} {group.group}" for group in report.groups))
     table.title = f"exact against {report.fast}, {report.dtype}"
-    for group in report.groups:
-        difference = group.perplexity_fast / group.perplexity_exact - 1
-        table.add_row(
-            f"{group.samples} {group.group}",
-            str(group.tokens),
-            f"{group.kl:.1e} (max {group.kl_max:.1e})",
-            f"{group.forced_kl:.1e} (max {group.forced_kl_max:.1e})",
-            f"{group.top1:.2%}",
-            f"{group.forced_top1:.2%}",
-            f"{group.perplexity_exact:.4g} ({difference:+.1e})",
-            f"{group.route_changes:.2%}",
-        )
+    rows: list[tuple[str, Callable[[GroupReport], str]]] = [
+        ("tokens", lambda group: f"{group.tokens:,}"),
+        ("KL in nats, mean (largest)", lambda group: f"{group.kl:.1e} ({group.kl_max:.1e})"),
+        ("  with forced routes", lambda group: f"{group.forced_kl:.1e} ({group.forced_kl_max:.1e})"),
+        ("same likeliest token", lambda group: f"{group.top1:.2%}"),
+        ("  with forced routes", lambda group: f"{group.forced_top1:.2%}"),
+        ("perplexity, exact", lambda group: f"{group.perplexity_exact:.4g}"),
+        ("  change by the fast path", lambda group: f"{group.perplexity_fast / group.perplexity_exact - 1:+.1e}"),
+        ("routes changed", lambda group: f"{group.route_changes:.2%}"),
+    ]
+    for name, value in rows:
+        table.add_row(name, *map(value, report.groups))
     return table
 
 

@@ -1,5 +1,6 @@
 """Every command explains itself with an example, and what a user gets wrong is one line and exit code 2."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,17 @@ def test_help_has_an_example(words: tuple[str, ...]) -> None:
     result = CliRunner().invoke(app, [*words, "--help"], env={"COLUMNS": "120", "TERM": "dumb"})
     assert result.exit_code == 0
     assert f"k3 {' '.join(words)}" in result.output.partition("Example")[2]
+
+
+@pytest.mark.parametrize("words", [(), ("convert",), *COMMANDS], ids=" ".join)
+def test_help_fits_a_narrow_terminal(words: tuple[str, ...]) -> None:
+    """No line is cut, no value is named by a type of Python, and what an option is for has half of the width."""
+    result = CliRunner().invoke(app, [*words, "--help"], env={"COLUMNS": "80", "TERM": "dumb"})
+    lines = result.output.splitlines()
+    assert result.exit_code == 0 and max(map(len, lines)) <= 80 and "…" not in result.output
+    options = result.output.partition("─ Options")[2]
+    assert "range" not in options and not re.search(r"<\w+>", options)
+    assert re.search(r"--help {1,42}Show this message and exit\.", options)
 
 
 def test_first_sentences_are_uniform() -> None:
@@ -60,6 +72,18 @@ def test_first_sentences_are_uniform() -> None:
         ("convert flat {empty} {out}", "config.json: No such file"),
         (f"convert shard {PICO} {{out}} --max-shard-size lots", "is no size; allowed are"),
         (f"convert flat {PICO} {PICO}", "which is never changed"),
+        ("plan --bugdet 24GiB", "k3 plan: no such option --bugdet (Possible options: --budget); see k3 plan --help"),
+        ("plan", "k3 plan: missing argument 'model'; see k3 plan --help"),
+        ("plan tiny --budget", "k3 plan: option '--budget' requires an argument; see k3 plan --help"),
+        ("plan tiny small", "k3 plan: got unexpected extra argument(s) (small); see k3 plan --help"),
+        ("plna", "k3: no such command 'plna'. Did you mean 'plan'? See k3 --help"),
+        ("--budget 3", "k3: no such option --budget; see k3 --help"),
+        ("chat x --effort lots", "k3 chat: invalid value for '--effort': 'lots' is not one of 'low', "),
+        ("generate x --prompt y --seed a", "'--seed': it should be a valid integer"),
+        (
+            "convert flat nowhere {out}",
+            "k3 convert flat: invalid value for 'source': dir 'nowhere' does not exist; see",
+        ),
         (f"convert tokenizer {PICO} {{out}}", "holds no tiktoken.model"),
         ("convert tiny {out} --preset gigantic", "the presets are"),
     ],
@@ -71,4 +95,5 @@ def test_what_is_wrong_is_one_line(words: str, said: str, tmp_path: Path) -> Non
     lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert result.exit_code == 2, result.output
     assert len(lines) == 1 and said in lines[0], result.output
+    assert "Usage:" not in result.output
     assert not (tmp_path / "out").exists()
