@@ -62,7 +62,7 @@ OUTSIDE := $(VENV)/outside
 
 outside-test: $(STAMP) ## transformers' own common tests over our classes (1 minute; fetches their source distribution)
 	$(BIN)/python -m tests.outside.fetch $(OUTSIDE)
-	OUTSIDE_TESTS=$(OUTSIDE) $(PYTEST) -rs tests/outside/transformers_common.py tests/outside/transformers_tokenizers.py $(ARGS)
+	OUTSIDE_TESTS=$(OUTSIDE) $(PYTEST) -rfE tests/outside/transformers_common.py tests/outside/transformers_tokenizers.py $(ARGS)
 
 gpu-check: $(STAMP) ## for whoever has a GPU: which kernels are right on it, and how fast they are
 	$(BIN)/python -m modeling_k3.readiness.gpu_check $(ARGS)

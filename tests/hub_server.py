@@ -1,8 +1,10 @@
 """A stand-in for the model hub on the loopback interface, for tests that push, pull and load.
 
 It speaks what `huggingface_hub` asks for: create a repository, ask how files are uploaded, commit, list, describe and
-fetch, with the hub's headers and error codes. All files go into the commit itself, so that no second store is needed.
-Nothing is kept on disk. `python tests/hub_server.py` serves until it is stopped.
+fetch, with the hub's headers and error codes. Files go into the commit itself; those that it is told to keep apart go
+by git's large-file protocol, as weights do on the real hub, and are fetched from another host name (see `hub_lfs`: to
+send them that way, a client must not have hf_xet). Nothing is kept on disk. `python -m tests.hub_server` serves until
+it is stopped.
 """
 
 import base64
@@ -10,11 +12,14 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote, urlsplit
+
+from tests.hub_lfs import LargeFiles, pointer
 
 _NAME = r"(?P<repo>[^/]+/[^/]+)"
 _OWNER = "somebody"
@@ -42,12 +47,18 @@ class Repository:
 
 
 class Hub(ThreadingHTTPServer):
-    """All repositories and a log of the requests."""
+    """All repositories and a log of the requests.
+
+    Args:
+        lfs: patterns of the names of files that are kept in the large-file store.
+    """
 
     daemon_threads = True
 
-    def __init__(self) -> None:
+    def __init__(self, lfs: Sequence[str] = ()) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
+        self.lfs = lfs
+        self.large = LargeFiles()
         self.repositories: dict[str, Repository] = {}
         self.requests: list[tuple[str, str]] = []
         self.lock = threading.Lock()
@@ -64,9 +75,9 @@ class Hub(ThreadingHTTPServer):
 
 
 @contextmanager
-def serve() -> Iterator[Hub]:
+def serve(lfs: Sequence[str] = ()) -> Iterator[Hub]:
     """A hub that lives as long as the block."""
-    hub = Hub()
+    hub = Hub(lfs)
     thread = threading.Thread(target=hub.serve_forever, daemon=True)
     thread.start()
     try:
@@ -102,7 +113,7 @@ class _Handler(BaseHTTPRequestHandler):
                     return
             self._answer(404, {"error": f"the stand-in hub does not know {self.command} {path}"})
 
-    do_GET = do_HEAD = do_POST = do_DELETE = _route
+    do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = _route
 
     def _read(self) -> bytes:
         if self.headers.get("Transfer-Encoding") == "chunked":
@@ -162,8 +173,9 @@ class _Handler(BaseHTTPRequestHandler):
         answers = []
         for file in json.loads(self.body)["files"]:
             data = present.get(file["path"])
-            oid = None if data is None else git_oid(data)
-            answers.append({"path": file["path"], "uploadMode": "regular", "shouldIgnore": False, "oid": oid})
+            mode = "lfs" if any(fnmatch(file["path"], pattern) for pattern in self.server.lfs) else "regular"
+            oid = None if data is None else self.server.large.oid_of(data) or git_oid(data)
+            answers.append({"path": file["path"], "uploadMode": mode, "shouldIgnore": False, "oid": oid})
         self._answer(200, {"files": answers})
 
     def commit(self, repo: str, revision: str) -> None:
@@ -178,6 +190,8 @@ class _Handler(BaseHTTPRequestHandler):
                 message = value["summary"]
             elif kind == "file":
                 files[value["path"]] = base64.b64decode(value["content"])
+            elif kind == "lfsFile" and self.server.large.has(value) and value["algo"] == "sha256":
+                files[value["path"]] = self.server.large.objects[value["oid"]]
             elif kind in ("deletedFile", "deletedFolder"):
                 files = {n: d for n, d in files.items() if n != value["path"] and not n.startswith(value["path"] + "/")}
             else:
@@ -186,6 +200,28 @@ class _Handler(BaseHTTPRequestHandler):
         oid = found[0].commit(files, revision, message)
         url = f"{self.server.endpoint}/{repo}/commit/{oid}"
         self._answer(200, {"commitUrl": url, "commitOid": oid, "success": True, "hookOutput": ""})
+
+    def lfs_batch(self, repo: str) -> None:
+        self._answer(200, self.server.large.batch(json.loads(self.body), f"{self.server.endpoint}/{repo}"))
+
+    def lfs_put(self, repo: str, oid: str) -> None:
+        self._answer(200 if self.server.large.put(oid, self.body) else 400, {})
+
+    def lfs_put_part(self, repo: str, oid: str, number: str) -> None:
+        self._answer(200, {}, ETag=f'"{self.server.large.put_part(oid, int(number), self.body)}"')
+
+    def lfs_complete(self, repo: str) -> None:
+        self._answer(200 if self.server.large.complete(json.loads(self.body)) else 400, {})
+
+    def lfs_verify(self, repo: str) -> None:
+        self._answer(200 if self.server.large.has(json.loads(self.body)) else 404, {})
+
+    def lfs_fetch(self, oid: str) -> None:
+        # The address is all that opens this door: a client that showed its token here would show it to a stranger.
+        if self.headers.get("Authorization") is not None:
+            self._answer(400, {"error": "a token was sent to the store of large files"})
+            return
+        self._send(self.server.large.objects[oid], ETag=f'"{oid}"')
 
     def branch(self, repo: str, revision: str) -> None:
         found = self._commit_of(repo, "main")
@@ -211,7 +247,7 @@ class _Handler(BaseHTTPRequestHandler):
         if found is None:
             return
         files = [
-            {"type": "file", "path": name, "size": len(data), "oid": git_oid(data)}
+            self._entry(name, data)
             for name, data in sorted(found[0].commits[found[1]].items())
             if not folder or name.startswith(folder + "/")
         ]
@@ -219,6 +255,14 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse("EntryNotFound", f"{folder} does not exist")
             return
         self._answer(200, files)
+
+    def _entry(self, name: str, data: bytes) -> dict[str, Any]:
+        oid = self.server.large.oid_of(data)
+        entry: dict[str, Any] = {"type": "file", "path": name, "size": len(data)}
+        if oid is None:
+            return {**entry, "oid": git_oid(data)}
+        text = pointer(oid, len(data))
+        return {**entry, "oid": git_oid(text), "lfs": {"oid": oid, "size": len(data), "pointerSize": len(text)}}
 
     def resolve(self, repo: str, revision: str, name: str) -> None:
         found = self._commit_of(repo, revision)
@@ -228,13 +272,24 @@ class _Handler(BaseHTTPRequestHandler):
         if data is None:
             self._answer(404, {"error": "Entry not found"}, X_Error_Code="EntryNotFound", X_Repo_Commit=found[1])
             return
-        common = {"ETag": f'"{git_oid(data)}"', "X_Repo_Commit": found[1], "Accept_Ranges": "bytes"}
+        oid = self.server.large.oid_of(data)
+        if oid is None:
+            self._send(data, ETag=f'"{git_oid(data)}"', X_Repo_Commit=found[1])
+            return
+        # By another name, so that for the client it is another host.
+        place = f"{self.server.endpoint.replace('127.0.0.1', 'localhost')}/large/{oid}"
+        about = {"X_Linked_ETag": f'"{oid}"', "X_Linked_Size": str(len(data)), "X_Repo_Commit": found[1]}
+        self._answer(302, {}, Location=place, ETag=f'"{git_oid(pointer(oid, len(data)))}"', **about)
+
+    def _send(self, data: bytes, **common: str) -> None:
+        """Answer with a file, or with the part of it that was asked for."""
         wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
         if wanted is None:
-            self._answer(200, data, **common)
+            self._answer(200, data, Accept_Ranges="bytes", **common)
             return
         start, stop = int(wanted[1]), int(wanted[2] or len(data) - 1) + 1
-        self._answer(206, data[start:stop], Content_Range=f"bytes {start}-{stop - 1}/{len(data)}", **common)
+        place = f"bytes {start}-{stop - 1}/{len(data)}"
+        self._answer(206, data[start:stop], Accept_Ranges="bytes", Content_Range=place, **common)
 
 
 _ROUTES = (
@@ -246,6 +301,12 @@ _ROUTES = (
     (("GET",), rf"/api/models/{_NAME}", _Handler.describe),
     (("GET",), rf"/api/models/{_NAME}/revision/(?P<revision>.+)", _Handler.describe),
     (("GET",), rf"/api/models/{_NAME}/tree/(?P<revision>[^/]+)(/(?P<folder>.+))?", _Handler.tree),
+    (("POST",), rf"/{_NAME}\.git/info/lfs/objects/batch", _Handler.lfs_batch),
+    (("PUT",), rf"/{_NAME}\.git/info/lfs/objects/(?P<oid>[0-9a-f]{{64}})", _Handler.lfs_put),
+    (("PUT",), rf"/{_NAME}\.git/info/lfs/objects/(?P<oid>[0-9a-f]{{64}})/(?P<number>\d+)", _Handler.lfs_put_part),
+    (("POST",), rf"/{_NAME}\.git/info/lfs/complete", _Handler.lfs_complete),
+    (("POST",), rf"/{_NAME}\.git/info/lfs/verify", _Handler.lfs_verify),
+    (("GET", "HEAD"), r"/large/(?P<oid>[0-9a-f]{64})", _Handler.lfs_fetch),
     (("GET", "HEAD"), rf"/{_NAME}/resolve/(?P<revision>[^/]+)/(?P<name>.+)", _Handler.resolve),
 )
 

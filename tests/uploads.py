@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import venv
 from pathlib import Path
 from typing import Any
 
@@ -51,16 +52,29 @@ else:
 """
 
 
-def run(code: str, *arguments: str, home: Path, **environment: str) -> str:
+def run(code: str, *arguments: str, home: Path, python: str = sys.executable, **environment: str) -> str:
     """Run code in a fresh interpreter, in an empty home, with nothing of the hub's settings but what is given."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING", "TRANSFORMERS"))}
     settings = {**kept, "HOME": str(home), "OMP_NUM_THREADS": "1", **environment}
     settings.pop("PYTHONPATH", None)
     settings |= {k: v for k, v in environment.items() if k == "PYTHONPATH"}
-    command = [sys.executable, "-c", textwrap.dedent(code), *arguments]
+    command = [python, "-c", textwrap.dedent(code), *arguments]
     done = subprocess.run(command, env=settings, cwd=home, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout.strip()
+
+
+def python_without(package: str, folder: Path) -> str:
+    """An interpreter in an environment that has everything of this one but one package."""
+    held = folder / "packages"
+    held.mkdir()
+    for path in Path(torch.__file__).parents[1].iterdir():
+        if not path.name.startswith(package):
+            (held / path.name).symlink_to(path)
+    venv.EnvBuilder(with_pip=False, symlinks=True).create(folder / "venv")
+    (packages,) = (folder / "venv").glob("lib/python*/site-packages")
+    (packages / "rest.pth").write_text(f"{held}\n")
+    return str(folder / "venv" / "bin" / "python")
 
 
 def ask(tmp_path: Path) -> str:

@@ -139,8 +139,8 @@ def _convert(
             raise ValueError(f"{str(source)!r} is no saved adapter: it has no {name}")
     if source.resolve() == target.resolve():
         raise ValueError(f"target={str(target)!r} is the source; allowed is another directory")
-    config = json.loads((source / _CONFIG).read_text())
+    config = json.loads((source / _CONFIG).read_text(encoding="utf-8"))
     tensors = rename(load_file(source / _WEIGHTS), config)
     target.mkdir(parents=True, exist_ok=True)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, target / _WEIGHTS, {"format": "pt"})
-    (target / _CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True))
+    (target / _CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")

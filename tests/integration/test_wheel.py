@@ -6,6 +6,7 @@ from the tree: its finder is kept out.
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -25,6 +26,7 @@ pytestmark = pytest.mark.slow
 
 # Folders at the top of the tree that setup.cfg maps into the package.
 _MAPPED = ("configuration/", "conversion/")
+_BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +152,34 @@ def test_first_steps_with_the_wheel_alone(clean: Path, tmp_path: Path) -> None:
     said = run([str(clean / "python"), "-c", _FIRST_STEPS], tmp_path)
     assert said.split()[-1] == modeling_k3.__version__
     assert (tmp_path / "made" / "modeling_k3.py").is_file() and (tmp_path / "made" / "README.md").is_file()
+
+
+def test_the_readme_runs_with_the_wheel_alone(clean: Path, tmp_path: Path) -> None:
+    """All blocks of it in one session, from another directory, on the trained model that is in the wheel."""
+    place = "import sys, modeling_k3\nassert modeling_k3.__file__.startswith(sys.prefix), modeling_k3.__file__\n"
+    said = run([str(clean / "python"), "-c", place + "\n".join(_BLOCKS)], tmp_path)
+    assert len(_BLOCKS) > 2 and said.startswith("raise NotImplementedError\n") and len(said) > 100
+
+
+def test_the_commands_of_the_readme_with_the_wheel_alone(clean: Path, tmp_path: Path) -> None:
+    """Those that need no text or model of the user's and end by themselves."""
+    lines = re.findall(
+        r"^\.venv/bin/k3 (.*?) *(?:#.*)?$", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    (pico,) = clean.parent.glob("lib/python*/site-packages/modeling_k3/pico")
+    chosen = [line for line in lines if not re.search(r"\bMODEL\b|--train", line)]
+    assert len(chosen) > 4 and any(line.startswith("generate examples/pico ") for line in chosen)
+    for line in chosen:
+        assert run([str(clean / "k3"), *shlex.split(line.replace("examples/pico", str(pico)))], tmp_path), line
+
+
+def test_the_trained_model_is_in_the_wheel(clean: Path, wheel: ZipFile, wheel_path: Path, tmp_path: Path) -> None:
+    """Byte for byte the one of the tree, without making the wheel large; `k3 demo` shows it."""
+    held = {n.rpartition("/")[2]: wheel.read(n) for n in wheel.namelist() if n.startswith("modeling_k3/pico/")}
+    assert held == {path.name: path.read_bytes() for path in (ROOT / "examples" / "pico").iterdir()}
+    assert wheel_path.stat().st_size < 10_000_000
+    assert "bits per byte" in run([str(clean / "k3"), "demo"], tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_command_of_the_wheel(clean: Path, tmp_path: Path) -> None:

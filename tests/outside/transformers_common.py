@@ -58,9 +58,7 @@ NOT_FOR_K3 = {
     "tests/integration/test_generate.py has ours",
     "test_bc_cache_name_forward": "it wants a DynamicCache; tests/unit/test_modeling_calls.py has the old cache name",
     "test_model_rope_scaling_frequencies": "K3 has no positions",
-    "test_model_rope_scaling_from_config": "K3 has no positions",
     "test_model_rope_with_partial_rotation": "K3 has no positions",
-    "test_axial_rope": "K3 has no positions",
 }
 
 

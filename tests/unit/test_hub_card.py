@@ -149,11 +149,57 @@ def test_wrong_entries(card: dict[str, Any], says: str, tmp_path: Path) -> None:
         check_card("mit")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("card", "says"),
+    [
+        ({"license": 3}, r"card: license=3; allowed is a text$"),
+        ({"title": ["x"]}, r"card: title=\['x'\]; allowed is a text$"),
+        ({"description": b"x"}, r"card: description=b'x'; allowed is a text$"),
+        ({"base_model": [1]}, r"card: base_model=\[1\]; allowed is a text or a list of texts$"),
+        ({"datasets": {"x": 1}}, r"card: datasets=\{'x': 1\}; allowed is a text or a list of texts$"),
+        ({"language": 1}, r"card: language=1; allowed is a text or a list of texts$"),
+        ({"tags": "tiny"}, r"card: tags='tiny'; allowed is a list of texts$"),
+        ({"derived": "no"}, r"card: derived='no'; allowed is True, False, or None"),
+        ({"figures": {"what": 1}}, r"card: figures=\{'what': 1\}; allowed is a list of dictionaries$"),
+        ({"figures": [3]}, r"card: figures=\[3\]; allowed is a list of dictionaries$"),
+        ({"figures": [{"what": "x", "value": [1]}]}, r"card: figures: value=\[1\]; allowed is a text, a number"),
+        ({"figures": [{"what": "x", "value": True}]}, r"card: figures: value=True; allowed is a text, a number"),
+    ],
+)
+def test_wrong_types(card: dict[str, Any], says: str, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=says):
+        build(tiny_config("M", num_experts=None)).save_pretrained(tmp_path / "x", with_code=True, card=card)
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("options", [{}, {"save_original_format": False}], ids=["ours", "library"])
+def test_nothing_is_made_for_a_card_that_cannot_be(options: dict[str, Any], tmp_path: Path) -> None:
+    """Whoever writes the files: a licence that does not bind, a tokenizer whose code does not go along."""
+    model = build(tiny_config())
+    with pytest.raises(ValueError, match="license='mit', but the weights derive"):
+        model.save_pretrained(tmp_path / "x", with_code=True, card={"derived": True, "license": "mit"}, **options)
+    with pytest.raises(TypeError, match="tokenizer is a str; allowed is a K3Tokenizer, or None"):
+        model.save_pretrained(tmp_path / "x", with_code=True, tokenizer="bytes", **options)
+    assert not (tmp_path / "x").exists()
+
+
+def test_what_is_none_is_not_said(tmp_path: Path) -> None:
+    said = check_card({"license": None, "tags": None, "derived": None, "language": ["en", "de"], "base_model": ["a/b"]})
+    assert said == {"language": ["en", "de"], "base_model": ["a/b"]}
+    data, body = card_of(build(tiny_config("M", num_experts=None)), **{**said, "base_model": ["a/b", "c/d"]})
+    assert data["language"] == ["en", "de"] and data["base_model"] == ["a/b", "c/d"]
+    assert "Derived from a/b, c/d." in body
+
+
 def test_a_licence_that_does_not_bind_is_refused_before_the_repository_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
     monkeypatch.setattr("modeling_k3.hub_code.HfApi.create_repo", lambda _, name, **options: made.append(name))
     with pytest.raises(ValueError, match="license='mit', but the weights derive from moonshotai/Kimi-K3"):
         build(tiny_config()).push_to_hub("me/my-k3", card={"derived": True, "license": "mit"})
+    with pytest.raises(TypeError, match=r"card: tags='tiny'; allowed is a list of texts"):
+        build(tiny_config()).push_to_hub("me/my-k3", tags="tiny")
+    with pytest.raises(TypeError, match="tokenizer is a str; allowed is a K3Tokenizer"):
+        build(tiny_config()).push_to_hub("me/my-k3", tokenizer="bytes")
     assert not made
 
 

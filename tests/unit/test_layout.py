@@ -124,6 +124,10 @@ def _setup() -> ConfigParser:
     return parser
 
 
+#: Listed so that their files go into the wheel; nothing is imported from them.
+_DATA_ONLY = {"modeling_k3.pico"}
+
+
 def _packages() -> dict[str, str]:
     """Map every listed package to its folder below the root."""
     options = _setup()["options"]
@@ -139,8 +143,11 @@ def test_every_package_folder_is_listed_in_setup_cfg() -> None:
 
 
 def test_every_listed_package_is_a_folder_with_init() -> None:
-    empty = [name for name, folder in _packages().items() if not (ROOT / folder / "__init__.py").is_file()]
+    code = {name: ROOT / folder for name, folder in _packages().items() if name not in _DATA_ONLY}
+    empty = [name for name, folder in code.items() if not (folder / "__init__.py").is_file()]
     assert not empty, f"setup.cfg: `packages` lists {empty}, which have no __init__.py"
+    for folder in (ROOT / _packages()[name] for name in _DATA_ONLY):
+        assert any(folder.iterdir()) and not list(folder.rglob("*.py"))
 
 
 def test_every_tool_folder_is_known_to_the_rules() -> None:

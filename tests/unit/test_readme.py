@@ -1,4 +1,4 @@
-"""The README says what is true: no gaps, no dead links, sizes and names as they are."""
+"""The README and the pages it leads to say what is true: no gaps, no dead links, sizes and names as they are."""
 
 import re
 from pathlib import Path
@@ -10,24 +10,37 @@ import typer
 from modeling_k3 import K3Config, K3ForCausalLM
 from modeling_k3.cli import app
 from modeling_k3.configuration import preset_names, preset_path
-from modeling_k3.demo.start import PICO
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text()
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = {path: path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+
+
+def test_a_newcomer_is_through_in_five_minutes() -> None:
+    assert len(README.splitlines()) <= 200
+    assert {path.name for path in PAGES} - {"README.md"} == set(re.findall(r"\(docs/([a-z]+\.md)\)", README))
 
 
 def test_nothing_is_left_to_fill_in() -> None:
-    assert not re.findall(r"@[A-Z]+@|TODO|TBD", README)
+    assert not re.findall(r"@[A-Z]+@|TODO|TBD", "".join(PAGES.values()))
 
 
-def test_links_lead_somewhere() -> None:
-    links = re.findall(r"\]\(([^)#]+)\)", README)
-    assert links and not [link for link in links if "://" not in link and not (ROOT / link).exists()]
+@pytest.mark.parametrize("page", PAGES, ids=[path.name for path in PAGES])
+def test_links_lead_somewhere(page: Path) -> None:
+    dead = []
+    for link in re.findall(r"\]\(([^)]+)\)", PAGES[page]):
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        heads = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), re.MULTILINE) if anchor else []
+        known = {re.sub(r"[^\w\- ]", "", head).strip().lower().replace(" ", "-") for head in heads}
+        if "://" not in link and (not target.exists() or (anchor and anchor not in known)):
+            dead.append(link)
+    assert not dead
 
 
 def test_the_first_block_begins_with_the_import_that_registers() -> None:
     first = re.search(r"```python\n(.*?)```", README, re.DOTALL)[1]
-    assert first.startswith("import modeling_k3") and f'"{PICO.relative_to(ROOT)}"' in first
+    assert first.startswith("import modeling_k3") and "path = trained_path()" in first
 
 
 @pytest.mark.parametrize("name", sorted(set(preset_names())))
@@ -41,28 +54,31 @@ def test_sizes_are_as_stated(name: str) -> None:
 
 def test_commands_exist() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    assert set(re.findall(r"^make ([a-z-]+)", README, re.MULTILINE)) <= targets
+    text = "\n".join(PAGES.values())
+    assert set(re.findall(r"^make ([a-z-]+)", text, re.MULTILINE)) <= targets
     commands = set(typer.main.get_command(app).commands)
-    assert set(re.findall(r"\bk3 ([a-z]+)\b", README)) <= commands
+    assert set(re.findall(r"\bk3 ([a-z]+)\b", text)) <= commands
 
 
-BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+BLOCKS = {page: re.findall(r"```python\n(.*?)```", text, re.DOTALL) for page, text in PAGES.items()}
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=[block.split("\n", 1)[0][:60] for block in BLOCKS])
-def test_python_blocks_are_python(block: str) -> None:
-    compile(block, "README.md", "exec")
+@pytest.mark.parametrize("page", PAGES, ids=[path.name for path in PAGES])
+def test_python_blocks_are_python(page: Path) -> None:
+    for block in BLOCKS[page]:
+        compile(block, page.name, "exec")
 
 
-def test_what_a_newcomer_copies_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The first block, and those on LoRA and memory after it, in one session."""
+def test_what_a_newcomer_copies_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All blocks of the README in one session; `tests/integration/test_wheel.py` does the same with the wheel alone."""
     pytest.importorskip("peft")
-    monkeypatch.chdir(ROOT)
+    monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
-    chosen = [BLOCKS[0], *(block for block in BLOCKS if "get_peft_model" in block or "plan_memory" in block)]
-    assert len(chosen) == 3
-    for block in chosen:
+    for block in BLOCKS[ROOT / "README.md"]:
         exec(block, names)
     output = capsys.readouterr().out
-    assert output.startswith("def main(") and "trainable: " in output
-    assert names["options"]["expert_storage"] == "mapped"
+    assert output.startswith("raise NotImplementedError\n") and "trainable: " in output
+    assert names["model"].memory_plan.budget == 24 << 30
+    assert (tmp_path / "my-k3" / "modeling_k3.py").is_file()
