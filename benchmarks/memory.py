@@ -99,11 +99,11 @@ def measure(config: dict[str, Any], use: dict[str, Any]) -> dict[str, int]:
     """Bytes of all tensors at the worst moment, and bytes by which this process grows."""
     import torch
 
-    from modeling_k3 import K3Config, expert_groups
+    from modeling_k3 import K3Config, gradient_memory
     from modeling_k3.configuration import preset_path
 
     # Gradients of large stacks are maps of their own, of which torch's record knows nothing.
-    expert_groups._LARGE = sys.maxsize
+    gradient_memory._LARGE = sys.maxsize
     torch.manual_seed(0)
     torch.set_num_threads(1)
     run = _train if use["mode"] == "train" else _generate

@@ -9,20 +9,17 @@ the weight's gradient needs no output,
     dp_i = < ds_t, W2 a_i > = < W2^T ds_t, a_i >
 """
 
-import mmap
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from .gradient_memory import gradient_like
 from .precision import at_least_fp32, no_autocast
 
 #: Rows that are made wide at a time, so that the wide copy stays in the cache.
 _ROWS = 128
-#: Bytes of several huge pages.
-_LARGE = 2**23
 
 
 def combine_groups(
@@ -117,7 +114,7 @@ def _products(rows: Tensor, stack: Tensor, counts: Sequence[int]) -> Tensor:
 
 def _outer_products(left: Tensor, right: Tensor, like: Tensor, counts: Sequence[int]) -> Tensor:
     """Sums of left_i right_i^T over each group, [N, out, in]; zero for a group without rows."""
-    stack = _large_pages(like)
+    stack = gradient_like(like)
     for x, y, into in zip(left.split(counts), right.split(counts), stack.unbind(0), strict=True):
         torch.mm(x.mT, y, out=into) if len(x) else into.zero_()
     return stack
@@ -130,17 +127,3 @@ def _sum_rows(rows: Tensor, token: Tensor, tokens: int, weights: Tensor | None =
     for part, place, weight in zip(*(x.split(_ROWS) for x in (rows, token, weights)), strict=True):
         total.index_add_(0, place, part * weight)
     return total.to(rows.dtype)
-
-
-def _large_pages(like: Tensor) -> Tensor:
-    """An uninitialised contiguous tensor; a large one on a CPU in huge pages, where the system grants them.
-
-    The gradient of a stack is new memory in each step, and taking that page by page costs as much as a product.
-    """
-    advice = getattr(mmap, "MADV_HUGEPAGE", None)
-    if advice is None or like.device.type != "cpu" or like.nbytes < _LARGE:
-        return torch.empty_like(like, memory_format=torch.contiguous_format)
-    memory = mmap.mmap(-1, like.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):
-        memory.madvise(advice)
-    return torch.frombuffer(memory, dtype=like.dtype).view(like.shape)

@@ -18,6 +18,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from .configuration_k3 import K3Config
 from .expert_groups import combine_groups
 from .expert_pages import ExpertPages
+from .gradient_memory import forget_gradient
 from .mlp import gated_activation
 from .mxfp4 import GROUP, Workspace, expand, mxfp4_linear
 from .precision import at_least_fp32
@@ -176,6 +177,9 @@ class K3Experts(nn.Module):
         if implementation == "grouped_mm" and hidden_states.device.type == "cpu" and not torch.compiler.is_compiling():
             # Torch has no grouped product for a CPU, only a loop over experts; ours keeps and copies less.
             stacks = (self.gate_up_proj, self.down_proj)
+            if not self.training:
+                for stack in stacks:
+                    forget_gradient(stack)
             return combine_groups(hidden_states, top_k_index, top_k_weights, *stacks, self._apply_gate)
         combine = ALL_EXPERTS_FUNCTIONS.get_interface(implementation, None)
         return combine(self, hidden_states, top_k_index, top_k_weights)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from modeling_k3 import expert_groups
+from modeling_k3 import expert_groups, gradient_memory
 from modeling_k3.expert_groups import combine_groups
 from modeling_k3.mlp import gated_activation
 from tests.models import max_diff
@@ -108,10 +108,10 @@ def test_autocast_multiplies_in_its_dtype_and_returns_gradients_in_the_stacks_ow
 
 def test_gradients_in_huge_pages_are_ordinary_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are taken over, not copied, add up, and outlive the step."""
-    monkeypatch.setattr(expert_groups, "_LARGE", 0)
+    monkeypatch.setattr(gradient_memory, "_LARGE", 0)
     made: list[int] = []
-    plain = expert_groups._large_pages
-    monkeypatch.setattr(expert_groups, "_large_pages", lambda like: _note(made, plain(like)))
+    plain = gradient_memory.gradient_like
+    monkeypatch.setattr(expert_groups, "gradient_like", lambda like: _note(made, plain(like)))
     leaves, chosen = inputs(torch.float32)
     step = partial(run, leaves, chosen)
     step().sum().backward()
