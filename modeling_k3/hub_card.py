@@ -9,14 +9,18 @@ from typing import Any
 
 from torch import nn
 
-from .experts import iter_experts
+from .hub_facts import describe, parts_of, sentence, weight_forms
+from .hub_source import CARD_FILE, Source
 
-CARD_FILE = "README.md"
 RELEASED_REPOSITORY = "moonshotai/Kimi-K3"
 RELEASED_LICENSE = "kimi-k3"
 _LICENSE_LINK = f"https://huggingface.co/{RELEASED_REPOSITORY}/blob/main/LICENSE"
+_UNSTATED = "apache-2.0-code-weights-not-stated"
+_LICENSE_FIELDS = ("license", "license_name", "license_link")
 #: What a caller may say; everything else on a card is read off the model.
-CARD_FIELDS = ("title", "description", "license", "base_model", "derived", "datasets", "language", "tags", "figures")
+CARD_FIELDS = tuple(
+    "title description license license_name license_link base_model derived datasets language tags figures".split()
+)
 #: One measurement; `what` and `value` are needed.
 FIGURE_FIELDS = ("what", "value", "command", "machine", "date")
 #: Fields that may be one text or several; those without an entry here or below are one text.
@@ -37,8 +41,7 @@ _BODY = """
 
 {description}
 
-A decoder of the Kimi K3 family: Kimi Delta Attention and gated multi-head latent attention without positions, attention
-over depth, mixture of experts computed in a latent.
+{parts}
 
 | | |
 |---|---|
@@ -46,7 +49,7 @@ over depth, mixture of experts computed in a latent.
 
 ## Use
 
-The code is in this repository:
+The code is in this repository{needs}:
 
 ```python
 from transformers import {auto}, AutoTokenizer
@@ -56,8 +59,10 @@ tokenizer = AutoTokenizer.from_pretrained("{repository}", trust_remote_code=True
 ```
 
 With the package `modeling_k3` installed, `import modeling_k3` first and leave `trust_remote_code` out: the installed
-code is used, and none of this repository's is run. These need the package: LoRA on packed experts, and the tools
-(`k3 chat`, `k3 convert`, `k3 doctor`, ...). Loading, generation, packed experts, training and saving do not.
+code is used, and none of this repository's is run. These need the package: LoRA on packed experts; Muon,
+quantisation-aware training, the callbacks for routers and `export_released`; `load_within`; and the tools (`k3 chat`,
+`k3 convert`, `k3 doctor`, ...). Loading, generation, packed experts, training as such (with Trainer too) and saving do
+not.
 
 ## Measured
 
@@ -77,12 +82,13 @@ Moonshot AI and are under the [Kimi K3 License]({_LICENSE_LINK}), whose text dec
 - Model as a service: whoever, with affiliates, offers third parties inference or fine-tuning with meaningful control
   over inputs, parameters or training data, and whose group's total revenue exceeds 20 million US dollars over any 12
   consecutive months, needs a separate agreement with Moonshot AI before any commercial use of the model or of works
-  derived from it.
+  derived from it. End-user products that embed the model in particular features or harnesses, and mere relaying to
+  models hosted by others, do not count as such a service.
 - Display: a commercial product or service that uses the model or works derived from it, and has more than 100 million
   monthly active users or more than 20 million US dollars monthly revenue, must show "Kimi K3" prominently on its user
   interface.
-- Internal use that reaches no third party, and use through Moonshot AI's official products or certified inference
-  partners, are exempt from the last two points."""
+- Internal use that lets nothing of the model, its outputs or its capabilities reach third parties, and use through
+  Moonshot AI's official products or certified inference partners, are exempt from the last two points."""
 
 
 def check_card(card: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -152,6 +158,24 @@ def is_derived(model: nn.Module, source: Path | None) -> bool:
     return any(re.search(rf"kimi k3 license|license_name: {RELEASED_LICENSE}\b", head, re.IGNORECASE) for head in heads)
 
 
+def inherited(source: Source, repository: str, derived: bool, has_licence: bool) -> dict[str, Any]:
+    """What a card says of where the weights come from if its maker says nothing: some of `CARD_FIELDS`.
+
+    Args:
+        source: where they were read from: its card states licence and base models.
+        repository: name of what is made; on the hub a model is its own base model only elsewhere.
+        derived: the weights come from the released ones, whose licence binds.
+        has_licence: the maker states one.
+    """
+    said = {name: value for name, value in source.card().items() if name in CARD_FIELDS}
+    kept = {name: value for name, value in said.items() if value and _breach(name, value) is None}
+    if kept.get("license_name") in (RELEASED_LICENSE, _UNSTATED) or derived or has_licence:
+        kept = {name: value for name, value in kept.items() if not name.startswith("license")}
+    if source.repository is not None and source.repository != repository:
+        kept["base_model"] = source.repository
+    return {name: kept[name] for name in (*_LICENSE_FIELDS, "base_model") if name in kept}
+
+
 def make_card(model: nn.Module, repository: str, auto: str, card: Mapping[str, Any], derived: bool) -> str:
     """The card in Markdown, with the metadata the hub reads.
 
@@ -165,10 +189,11 @@ def make_card(model: nn.Module, repository: str, auto: str, card: Mapping[str, A
     Raises:
         ValueError: another licence is given for derived weights.
     """
-    licence = card.get("license")
-    if derived and licence not in (None, RELEASED_LICENSE, "other"):
+    licence = card.get("license") or ("other" if card.get("license_name") else None)
+    if derived and not {licence, card.get("license_name")} <= {None, RELEASED_LICENSE, "other"}:
+        given = licence if licence not in (RELEASED_LICENSE, "other") else card["license_name"]
         raise ValueError(
-            f"card: license={licence!r}, but the weights derive from {RELEASED_REPOSITORY}, whose licence "
+            f"card: license={given!r}, but the weights derive from {RELEASED_REPOSITORY}, whose licence "
             f"binds; allowed is {RELEASED_LICENSE!r}, or derived=False where they do not"
         )
     title = card.get("title") or repository.rpartition("/")[2]
@@ -182,19 +207,23 @@ def make_card(model: nn.Module, repository: str, auto: str, card: Mapping[str, A
     if derived:
         data |= {"license": "other", "license_name": RELEASED_LICENSE, "license_link": _LICENSE_LINK}
     elif licence is not None:
-        data["license"] = licence
+        data |= {"license": licence, **{name: card[name] for name in _LICENSE_FIELDS if name in card}}
     else:
         # Nobody but who made the weights can license them; a card without the entry would say nothing of the code.
-        data |= {"license": "other", "license_name": "apache-2.0-code-weights-not-stated"}
+        data |= {"license": "other", "license_name": _UNSTATED}
     data |= {"base_model": base} if base else {}
     data |= {name: card[name] for name in ("datasets", "language") if card.get(name)}
-    data["tags"] = list(dict.fromkeys(["k3", "linear-attention", "mixture-of-experts", *card.get("tags", ())]))
-    weights = f"The weights are under {licence}." if licence else _NOT_STATED
+    parts = [tag for _, tag in parts_of(model.config) if tag]
+    data["tags"] = list(dict.fromkeys(["k3", *parts, *card.get("tags", ())]))
+    weights = f"The weights are under {card.get('license_name') or licence}." if licence else _NOT_STATED
+    _, packages = weight_forms(model)
     own = _OWN_LICENCE.format(weights="" if derived else weights).rstrip()
     body = _BODY.format(
         title=title,
         description=card.get("description") or (f"Derived from {bases}." if base else "Built with `modeling_k3`."),
         table="\n".join(f"| {name} | {value} |" for name, value in describe(model)),
+        parts=sentence(model.config),
+        needs=f"; loading needs `pip install {' '.join(packages)}` as well" if packages else "",
         auto=auto,
         repository=repository,
         figures=_figures(card.get("figures", ())),
@@ -208,49 +237,6 @@ def make_card(model: nn.Module, repository: str, auto: str, card: Mapping[str, A
 def _scalar(value: Any) -> str:
     is_plain = isinstance(value, str) and re.fullmatch(r"[A-Za-z][\w./:-]*", value) and not value.endswith(":")
     return value if is_plain else json.dumps(value, ensure_ascii=False)
-
-
-def describe(model: nn.Module) -> list[tuple[str, str]]:
-    """Name and value of what can be counted on a model."""
-    config = model.config
-    total = model.num_parameters()
-    kinds = config.layer_types
-    rows = [
-        ("parameters", f"{total:,}, of which {active_parameters(model):,} work on each token"),
-        (
-            "layers",
-            f"{len(kinds)}: {kinds.count('linear_attention')} KDA, {kinds.count('full_attention')} MLA",
-        ),
-        ("hidden width", f"{config.hidden_size:,}"),
-        ("vocabulary", f"{config.vocab_size:,}"),
-    ]
-    experts = iter_experts(model)
-    if experts:
-        shared = config.num_shared_experts or 0
-        width = config.routed_expert_hidden_size or config.hidden_size
-        rows.append(
-            (
-                "experts",
-                f"{config.num_experts} in each of {len(experts)} layers, {config.num_experts_per_token} chosen per "
-                f"token, {shared} shared; width {width:,}",
-            )
-        )
-        is_packed = any(module.storage != "dense" for _, module in experts)
-        form = "routed experts MXFP4, the rest " if is_packed else ""
-        rows.append(("format", f"{form}{str(model.dtype).removeprefix('torch.')}"))
-    else:
-        rows.append(("format", str(model.dtype).removeprefix("torch.")))
-    return rows
-
-
-def active_parameters(model: nn.Module) -> int:
-    """Parameters that work on one token: all but the experts that are not chosen."""
-    config = model.config
-    idle = sum(
-        module.count_weights() * (config.num_experts - config.num_experts_per_token) // config.num_experts
-        for _, module in iter_experts(model)
-    )
-    return model.num_parameters() - idle
 
 
 def _figures(figures: Sequence[Mapping[str, Any]]) -> str:

@@ -7,7 +7,6 @@ code (`register_for_auto_class`), as the library does itself after it loaded a c
 
 import json
 import os
-import re
 import shutil
 import sys
 import tempfile
@@ -15,21 +14,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi
 from torch import nn
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import logging
-from transformers.utils.hub import cached_file
 
-from .class_maps import tokenizer_reference
+from .class_maps import label_code, tokenizer_reference
 from .configuration_k3 import K3Config
-from .hub_card import CARD_FILE, check_card, is_derived, make_card
+from .hub_card import check_card, inherited, is_derived, make_card
+from .hub_source import CARD_FILE, Source, source_of
+from .hub_upload import SAVE_OPTIONS, check_options, open_repository, upload
 from .markup import ENDS
 from .tokenization_k3 import K3Tokenizer
 
 logger = logging.get_logger(__name__)
 
-_NOTICES = re.compile(r"(LICENSE|LICENCE|NOTICE|THIRD[-_]PARTY[-_]NOTICES?)(\.(txt|md))?", re.IGNORECASE)
 #: Model class -> Auto class, for models of the two files that an upload holds.
 _AUTO = {
     "K3Model": "AutoModel",
@@ -81,20 +79,6 @@ def set_class_map(folder: Path, found: Mapping[str, Any] | None) -> None:
     path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def source_folder(model: nn.Module) -> Path | None:
-    """The local folder a model was read from: its own, or the hub's copy of it; None where there is none."""
-    name = str(getattr(model, "name_or_path", "") or "")
-    if not name:
-        return None
-    if os.path.isdir(name):
-        return Path(name)
-    try:
-        found = cached_file(name, "config.json", local_files_only=True, _raise_exceptions_for_missing_entries=False)
-    except OSError:
-        return None
-    return None if found is None else Path(found).parent
-
-
 class HubUpload:
     """`push_to_hub` for models: weights, code, card, and the tokenizer in one commit."""
 
@@ -123,41 +107,37 @@ class HubUpload:
                 the repository has already stays as it is.
             commit_message, commit_description, private, token, revision, create_pr, max_shard_size, tags: as in the
                 library.
-            save_options: of `save_pretrained`, such as `vision` and `variant`.
+            save_options: of `save_pretrained`: `variant`, `vision`, `state_dict` and `hub_upload.SAVE_OPTIONS`.
 
         Returns:
-            What the hub says about the commit.
+            What the hub says about the commit; None in a process that does not write.
 
         Raises:
-            ValueError, TypeError: an entry of `card` that is not allowed, a licence other than the one that binds, or a
-                tokenizer or class that cannot go along; before anything is created.
+            ValueError, TypeError: an unknown argument, an entry of `card` that is not allowed, a licence other than the
+                one that binds, or a tokenizer or class that cannot go along; before anything is created.
         """
         more = check_card({"tags": tags}).get("tags", ())
+        check_options(save_options, ("variant", "vision", "state_dict", *SAVE_OPTIONS), is_upload=True)
         given = code_options(self, repo_id, True, True, tokenizer, card, {"repository": repo_id})["card"]
-        api = HfApi(token=token)
-        repo = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-        wants_card = card is not None or not api.file_exists(repo, CARD_FILE, revision=_branch(revision))
         given["tags"] = [*given.get("tags", ()), *more, *(self.model_tags or ())]
+        options = {
+            "commit_message": commit_message,
+            "commit_description": commit_description,
+            "private": private,
+            "token": token,
+            "revision": revision,
+            "create_pr": create_pr,
+        }
+        repo = open_repository(repo_id, options)
+        save_options["max_shard_size"] = max_shard_size
         with tempfile.TemporaryDirectory() as folder:
-            options = {"max_shard_size": max_shard_size, **save_options}
-            self.save_pretrained(folder, with_code=True, tokenizer=tokenizer, card=given, repository=repo, **options)
-            if not wants_card:
-                Path(folder, CARD_FILE).unlink(missing_ok=True)
-            return self._upload_modified_files(
-                folder,
-                repo,
-                files_timestamps={},
-                commit_message=commit_message,
-                commit_description=commit_description,
-                token=token,
-                create_pr=create_pr,
-                revision=revision,
+            self.save_pretrained(
+                folder, with_code=True, tokenizer=tokenizer, card=given, repository=repo, **save_options
             )
-
-
-def _branch(revision: str | None) -> str | None:
-    """Where an earlier card is looked for: a branch that is not there yet begins as a copy of the main one."""
-    return revision if revision is not None and revision.startswith("refs/") else None
+            if not self.should_save_on_this_rank(True):
+                return None
+            names = os.listdir(folder)
+            return upload(Path(folder), names, repo, options, not card, save_options.get("variant"))
 
 
 def code_options(
@@ -220,17 +200,18 @@ def write_code(
     if tokenizer is not None:
         tokenizer.save_pretrained(folder, with_code=True)
         _end_with(folder / "generation_config.json", tokenizer)
+    label_code(folder)
     set_class_map(folder, class_map(model, tokenizer is not None or tokenizer_reference(target) is not None))
     if card or not (target / CARD_FILE).is_file():
         (folder / CARD_FILE).write_text(text, encoding="utf-8")
-    if derived:
-        _carry_notices(folder, source)
+    _carry_notices(folder, source, derived)
 
 
-def _card_text(model: nn.Module, repository: str, card: Mapping[str, Any]) -> tuple[str, bool, Path | None]:
-    """The card, whether the weights derive from the released ones, and the folder they were read from."""
-    source = source_folder(model)
-    derived = is_derived(model, source) if card.get("derived") is None else bool(card["derived"])
+def _card_text(model: nn.Module, repository: str, card: Mapping[str, Any]) -> tuple[str, bool, Source]:
+    """The card, whether the weights derive from the released ones, and where they were read from."""
+    source = source_of(model)
+    derived = is_derived(model, source.folder) if card.get("derived") is None else bool(card["derived"])
+    card = {**inherited(source, repository, derived, any(name.startswith("license") for name in card)), **card}
     return make_card(model, repository, auto_class_of(model), card, derived), derived, source
 
 
@@ -248,12 +229,13 @@ def _end_with(path: Path, tokenizer: Any) -> None:
     path.write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
 
 
-def _carry_notices(folder: Path, source: Path | None) -> None:
+def _carry_notices(folder: Path, source: Source, derived: bool) -> None:
     """Take the licence and the notices along, which have to go with every copy."""
-    found = [path for path in source.iterdir() if _NOTICES.fullmatch(path.name)] if source is not None else []
+    found = source.notices()
     for path in found:
-        shutil.copyfile(path, folder / path.name)
-    if not any(path.name.upper().startswith("LIC") for path in found):
+        if not (folder / path.name).exists() or not path.samefile(folder / path.name):
+            shutil.copyfile(path, folder / path.name)
+    if derived and not any(path.name.upper().startswith("LIC") for path in found):
         logger.warning(
             "The weights derive from Kimi K3, and no LICENSE file was found beside the ones that were loaded: its "
             "copyright line and permission notice have to go with every copy. Add the file before you pass it on."

@@ -1,6 +1,5 @@
-"""The hub: only the files that a load needs come down, and a saved folder goes up."""
+"""The hub: only what a load needs comes down."""
 
-from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -38,24 +37,3 @@ def fetch_part(repo: str | PathLike, depth: int, has_head: bool, options: dict[s
     cached_files(repo, sorted({file for name, file in where.items() if not is_excused(name, depth, has_head)}), **hub)
     cached_file(repo, "generation_config.json", **hub, **lenient)
     return str(index.parents[len(Path(options.get("subfolder") or "").parts)])
-
-
-def upload(folder: Path, options: dict[str, Any], names: Sequence[str]) -> None:
-    """Upload what was saved; `repo_id`, `token`, `commit_message`, `create_pr` and `private` as in the library.
-
-    Args:
-        folder: of the save; what else lies there stays.
-        options: of `save_pretrained`.
-        names: of the files that were written.
-    """
-    from huggingface_hub import HfApi
-
-    api = HfApi(token=options.get("token"))
-    repo = api.create_repo(options.get("repo_id") or folder.name, exist_ok=True, private=options.get("private"))
-    api.upload_folder(
-        repo_id=repo.repo_id,
-        folder_path=folder,
-        allow_patterns=list(names),
-        commit_message=options.get("commit_message"),
-        create_pr=options.get("create_pr"),
-    )

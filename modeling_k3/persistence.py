@@ -1,9 +1,8 @@
-"""How K3 models are loaded and saved: the library's entrances, our reading and writing."""
+"""How K3 models are loaded: the library's entrances, and our reading. Saving is in `model_saving`."""
 
 import copy
 import json
 import os
-from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,12 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import logging
 
 from .block_borders import prefer_block_borders
-from .byte_sizes import parse_size
 from .checkpoint import TEXT_PREFIX, Checkpoint, check_loaded
 from .dense_bits import check_dense_config
-from .hub_code import HubUpload, code_options, set_class_map, write_code
-from .hub_files import HUB_OPTIONS, fetch_part, upload
-from .load_plan import Layout, check_plan, has_stacks, holds_heads, make_plan
+from .hub_files import HUB_OPTIONS, fetch_part
+from .load_plan import check_plan, has_stacks, holds_heads, make_plan
 from .loading import fill, report_vision
+from .model_saving import K3Saving
 from .placement import (
     LoadState,
     apply_storage,
@@ -33,10 +31,7 @@ from .placement import (
     loading,
     serve_from_disk,
 )
-from .quantizer import block_to_write, check_storage, is_released_block, loading_options, own_block, split_dense
-from .saving import Staging, check_nothing_is_lost, layout_to_write, released_items, report_recast, vision_items
-from .tensor_writer import write_checkpoint
-from .weight_report import WeightReport
+from .quantizer import check_storage, is_released_block, loading_options, own_block, split_dense
 
 logger = logging.get_logger(__name__)
 
@@ -46,11 +41,8 @@ _LOADER = "dtype torch_dtype quantization_config".split()
 _BY_LIBRARY = "state_dict gguf_file key_mapping tp_plan tp_size distributed_config device_mesh".split()
 
 
-class K3Persistence(HubUpload, WeightReport, PreTrainedModel):
+class K3Persistence(K3Saving):
     """Loading and saving of all K3 models."""
-
-    _k3_layout: Layout | None = None
-    _k3_disk: Mapping[str, Tensor] = {}
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
@@ -103,6 +95,7 @@ class K3Persistence(HubUpload, WeightReport, PreTrainedModel):
             device_map=kwargs.get("device_map"),
             path=path,
             dense=None if options is None else options.dense,
+            expert_memory=kwargs.pop("expert_memory", None),
             has_dtype=any(kwargs.get(name) not in (None, "auto") for name in ("dtype", "torch_dtype")),
         )
         if not state.by_library:
@@ -180,91 +173,6 @@ class K3Persistence(HubUpload, WeightReport, PreTrainedModel):
         has_disk = "disk" in map(str, (load_config.device_map or {}).values())
         # Empty where only mapped experts are on disk, for which the library needs no folder.
         return info, {name: {} for name in state.disk} if has_disk else None
-
-    def save_pretrained(
-        self,
-        save_directory: str | PathLike,
-        is_main_process: bool = True,
-        state_dict: dict[str, Tensor] | None = None,
-        push_to_hub: bool = False,
-        max_shard_size: int | str = "50GB",
-        variant: str | None = None,
-        vision: bool = False,
-        with_code: bool | None = None,
-        tokenizer: Any = None,
-        card: Mapping[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Save under the released names, in the layout that was read (see `saving`), in one atomic step.
-
-        Args:
-            save_directory: made if it is not there; may be the one the model was loaded from.
-            is_main_process: other processes write nothing.
-            state_dict: what to save instead of the model's own tensors.
-            push_to_hub: upload afterwards; `repo_id`, `token`, `commit_message`, `create_pr`, `private`: the library's.
-            max_shard_size, variant: of one file; written into the file names.
-            vision: carry the vision tensors of the loaded checkpoint over, untouched.
-            with_code: add code, class map and card (`hub_code`). None: with `push_to_hub`, or a registered class.
-            tokenizer, card: saved along with the code; see `hub_card.check_card`. A README.md that is there stays.
-            kwargs: of the library's method; adapters, its own names (`save_original_format=False`), distributed
-                checkpoints and other quantisations are its business.
-
-        Raises:
-            ValueError: a size that is none; `vision` without vision tensors; a part in the place of the whole; a card
-                or a class that cannot be uploaded. Nothing is made then.
-            NotADirectoryError: `save_directory` is a file.
-        """
-        limit, target = parse_size(max_shard_size, "max_shard_size"), Path(save_directory)
-        code = code_options(self, target, push_to_hub or self.is_remote_code(), with_code, tokenizer, card, kwargs)
-        options = {"state_dict": state_dict, "max_shard_size": max_shard_size, "variant": variant, **kwargs}
-        tensors = None if self._saves_by_library(kwargs) else dict(state_dict or self.state_dict())
-        if tensors is None or any(hasattr(tensor, "full_tensor") for tensor in tensors.values()):
-            super().save_pretrained(target, is_main_process, push_to_hub=push_to_hub, **options)
-            if code is not None and is_main_process and (target / "config.json").is_file():
-                write_code(target, self, target, **code)
-            return
-        if target.is_file():
-            raise NotADirectoryError(f"save_directory={str(target)!r} is a file")
-        if not is_main_process:
-            return
-        layout = layout_to_write(self, self._k3_layout)
-        items = list(released_items(self, tensors, layout, self._k3_disk))
-        items += vision_items(layout) if vision else []
-        report_recast(items, layout)
-        check_nothing_is_lost(target, layout, items, self.config.num_hidden_layers)
-        target.mkdir(parents=True, exist_ok=True)
-        with Staging(target) as staging:
-            self._write_side_files(staging.path)
-            if code is not None:
-                write_code(staging.path, self, target, **code)
-            write_checkpoint(
-                staging.path,
-                items,
-                limit,
-                variant=variant,
-                digits=5 if self.config.released_config is None else 6,
-                total_parameters=self.num_parameters(),
-            )
-            written = [path.name for path in staging.path.iterdir()]
-            staging.commit(variant)
-        if push_to_hub:
-            upload(target, kwargs, written)
-
-    def _saves_by_library(self, options: dict[str, Any]) -> bool:
-        quantizer = self.__dict__.get("hf_quantizer")
-        is_foreign = quantizer is not None and not is_released_block(quantizer.quantization_config)
-        asks_for_it = options.get("distributed_checkpoint") or not options.get("save_original_format", True)
-        return bool(is_foreign or asks_for_it or self.__dict__.get("_hf_peft_config_loaded"))
-
-    def _write_side_files(self, folder: Path) -> None:
-        """config.json without a class map, and generation_config.json."""
-        self.config.dtype, self.config.architectures = self.dtype, [type(self).__name__.removeprefix("FSDP")]
-        if (block := block_to_write(self)) is not None:
-            self.config.quantization_config = block
-        self.config.save_pretrained(folder)
-        set_class_map(folder, None)
-        if self.can_generate():
-            self.generation_config.save_pretrained(folder)
 
 
 def _own_config(cls: type, path: str | PathLike, config: Any, kwargs: dict[str, Any]) -> Any:

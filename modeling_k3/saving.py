@@ -194,7 +194,7 @@ class Staging:
         single, index = (add_variant(name, variant) for name in (SINGLE_NAME, INDEX_NAME))
         new = sorted(path.name for path in self.path.iterdir())
         last = [name for name in new if name in (single, index)]
-        old = [path.name for path in self.target.iterdir() if _is_weights(path.name, variant)]
+        old = [path.name for path in self.target.iterdir() if is_weights(path.name, variant)]
         # Gone before anything new appears: a new config beside old weights would load without a word.
         for name in (single, index):
             (self.target / name).unlink(missing_ok=True)
@@ -242,6 +242,7 @@ def _remove(folder: Path, lock: int | None) -> None:
             _beside(folder).unlink()
 
 
-def _is_weights(name: str, variant: str | None) -> bool:
+def is_weights(name: str, variant: str | None) -> bool:
+    """Whether a file holds the weights of a variant, or is their index."""
     found = _WEIGHTS.fullmatch(name)
     return found is not None and found[1] == (None if variant is None else f".{variant}")

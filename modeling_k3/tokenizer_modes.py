@@ -21,7 +21,7 @@ from tokenizers import AddedToken, Tokenizer
 from transformers import BatchEncoding, PreTrainedTokenizerFast
 from transformers.tokenization_utils_base import PaddingStrategy, TruncationStrategy
 
-from .class_maps import complete_class_map
+from .class_maps import complete_class_map, label_code
 from .vocabulary import BLOCK_SIZE, RUN_CHARACTERS, SLICE_CHARACTERS, limited, to_bytes
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -77,17 +77,27 @@ class TwoModeTokenizer(PreTrainedTokenizerFast):
             view._auto_class = "AutoTokenizer" if with_code else None
         files = super(TwoModeTokenizer, view).save_pretrained(save_directory, *args, **kwargs)
         complete_class_map(Path(save_directory))
+        if view._auto_class is not None:
+            label_code(Path(save_directory))
         return files
 
     def push_to_hub(self, repo_id: str, *, token: bool | str | None = None, **kwargs: Any) -> Any:
-        """Upload the tokenizer's files and code, and no card; arguments as in the library."""
+        """Upload the tokenizer's files and code, and no card; arguments as in the library.
+
+        Raises:
+            TypeError: an unknown argument.
+        """
+        known = ("commit_message", "commit_description", "create_pr", "revision")
+        unknown = sorted(set(kwargs) - {*known, "private"})
+        if unknown:
+            raise TypeError(
+                f"unknown arguments {', '.join(unknown)}; allowed are repo_id, token, private, {', '.join(known)}"
+            )
         api = HfApi(token=token)
         repo = api.create_repo(repo_id, private=kwargs.pop("private", None), exist_ok=True).repo_id
         with tempfile.TemporaryDirectory() as folder:
             self.save_pretrained(folder, with_code=True)
-            known = ("commit_message", "commit_description", "create_pr", "revision")
-            options = {name: kwargs[name] for name in known if name in kwargs}
-            return self._upload_modified_files(folder, repo, files_timestamps={}, token=token, **options)
+            return self._upload_modified_files(folder, repo, files_timestamps={}, token=token, **kwargs)
 
     def _add_tokens(self, new_tokens: list[str | AddedToken], special_tokens: bool = False) -> int:
         self._forget()

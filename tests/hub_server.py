@@ -1,10 +1,9 @@
 """A stand-in for the model hub on the loopback interface, for tests that push, pull and load.
 
 It speaks what `huggingface_hub` asks for: create a repository, ask how files are uploaded, commit, list, describe and
-fetch, with the hub's headers and error codes. Files go into the commit itself; those that it is told to keep apart go
-by git's large-file protocol, as weights do on the real hub, and are fetched from another host name (see `hub_lfs`: to
-send them that way, a client must not have hf_xet). Nothing is kept on disk. `python -m tests.hub_server` serves until
-it is stopped.
+fetch, with the hub's headers and error codes; writing takes any token. Files go into the commit itself; those that
+it is told to keep apart go by git's large-file protocol, as weights do on the real hub, and come from another host name
+(`hub_lfs`: a client that sends so must not have hf_xet). `python -m tests.hub_server` serves until it is stopped.
 """
 
 import base64
@@ -23,6 +22,8 @@ from tests.hub_lfs import LargeFiles, pointer
 
 _NAME = r"(?P<repo>[^/]+/[^/]+)"
 _OWNER = "somebody"
+#: What is asked of an owner only; the parts of large files go to addresses that only he was told.
+_WRITES = r"/api/(repos|models)/|.+\.git/info/lfs/objects/batch"
 
 
 class Repository:
@@ -106,6 +107,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.body = self._read()
         with self.server.lock:
             self.server.requests.append((self.command, path))
+            if self.command == "POST" and re.match(_WRITES, path) and not self.headers.get("Authorization"):
+                return self._answer(401, {"error": "Invalid username or password."})
             for method, pattern, action in _ROUTES:
                 found = re.fullmatch(pattern, path)
                 if found is not None and self.command in method:

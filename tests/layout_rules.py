@@ -20,12 +20,12 @@ ORDER = (
     "cache static_cache packing short_conv kda attention_span mla_forms mla gradient_memory expert_groups experts "
     "low_bits latent_moe checkpoint hub_files dense_bits stored_bits weight_report block_borders placement load_plan "
     "loading quantizer saving vocabulary tokenizer_modes markup call_arguments tool_results chat markup_reader "
-    "chat_reader chat_tokens tokenization_k3 hub_card hub_code persistence expert_memory outputs masks call_masks "
-    "head_checks fingerprint prefix_files prefix_cache cache_choice signals generation decoder_layer initialization "
-    "modeling_k3 classification registration"
+    "chat_reader chat_tokens tokenization_k3 hub_source hub_facts hub_card hub_upload hub_code model_saving "
+    "persistence expert_memory outputs masks call_masks head_checks fingerprint prefix_files prefix_cache cache_choice "
+    "signals generation decoder_layer initialization modeling_k3 classification registration"
 ).split()
 #: Folders with tools. The last two stand at the top of the tree and are mapped into the package by setup.cfg.
-TOOLS = "demo native adapters training planning readiness terminal configuration conversion".split()
+TOOLS = "demo adapters training planning readiness terminal configuration conversion".split()
 REQUIRED = {"torch", "transformers", "safetensors", "huggingface_hub", "tokenizers"}
 OPTIONAL = {"fla", "peft", "bitsandbytes", "accelerate", "triton", "hqq"}
 MAX_FILE_LINES = 319
@@ -89,16 +89,13 @@ def only_files_above(source: Source) -> list[str]:
 
 
 def no_tools(source: Source) -> list[str]:
-    """The model imports no tool; the native kernels may be tried by their absolute name."""
+    """The model imports no tool, and nothing of itself by its absolute name."""
     findings = []
     for found in iter_imports(source.tree):
         if found.level and found.top in {*TOOLS, "cli"}:
             findings.append(source.finding(found.line, f"`{found}`: the model imports no tool"))
         if found.level == 0 and found.top == PACKAGE:
-            is_native = found.module.split(".")[1:2] == ["native"] or found.names == ("native",)
-            if not (is_native and found.guarded):
-                message = f"`{found}`: only {PACKAGE}.native may be imported absolutely, inside try/except ImportError"
-                findings.append(source.finding(found.line, message))
+            findings.append(source.finding(found.line, f"`{found}`: write `from .name import X` with a sibling's name"))
     return findings
 
 

@@ -49,6 +49,12 @@ except Exception as error:
 else:
     tokenizer.save_pretrained(copy)
     print(forms, type(tokenizer).__name__, tokenizer("def x")["input_ids"], model.generation_config.eos_token_id)
+before = model(ids).logits.detach()
+model.train()
+model(ids, labels=ids).loss.backward()
+torch.optim.SGD(model.parameters(), lr=1.0).step()
+model.eval()
+assert not torch.equal(model(ids).logits, before)
 """
 
 
@@ -105,3 +111,11 @@ def needed_files() -> set[str]:
         near = {each.module for each in iter_imports(tree) if each.level == 1 and each.module}
         open_ |= {each for each in near if f"{each}.py" not in found}
     return found
+
+
+def logged_in(home: Path) -> Path:
+    """A home as `hf auth login` leaves it."""
+    place = home / ".cache" / "huggingface"
+    place.mkdir(parents=True, exist_ok=True)
+    (place / "token").write_text("hf_test")
+    return home

@@ -12,7 +12,7 @@ from tests.checkpoints import released
 from tests.hub_lfs import PART
 from tests.hub_server import Hub, serve
 from tests.layout_source import ROOT
-from tests.uploads import BLOCKED, USE, ask, check_answer, own_entries, python_without, run
+from tests.uploads import BLOCKED, USE, ask, check_answer, logged_in, own_entries, python_without, run
 
 
 @pytest.fixture(scope="module")
@@ -40,12 +40,14 @@ PUSH = """
 
 
 def test_push_pull_load(hub: Hub, client: str, byte_model: K3ForCausalLM, uploaded: Path, tmp_path: Path) -> None:
-    """The unpatched client, with its endpoint set and nothing else; weights by the large-file protocol."""
+    """The unpatched client, logged in, with its endpoint set and nothing else; weights by the large-file protocol."""
     results, home, local = ask(tmp_path), tmp_path / "home", tmp_path / "local"
     home.mkdir()
     local.mkdir()
     (local / "optimizer.bin").write_bytes(b"not for the hub")
-    said = run(PUSH, str(ROOT), str(uploaded), str(local), home=home, python=client, HF_ENDPOINT=hub.endpoint)
+    said = run(
+        PUSH, str(ROOT), str(uploaded), str(local), home=logged_in(home), python=client, HF_ENDPOINT=hub.endpoint
+    )
     assert said.startswith(f"{hub.endpoint}/somebody/pushed/commit/")
     files = hub.files("somebody/pushed")
     assert files.keys() == {p.name for p in uploaded.iterdir()}
@@ -109,7 +111,8 @@ def test_what_the_store_of_large_files_has_is_not_sent_again(
 
 
 @pytest.mark.slow
-def test_a_card_that_is_there_stays(hub: Hub, client: str, uploaded: Path, tmp_path: Path) -> None:
+def test_a_card_that_is_there_stays(hub: Hub, uploaded: Path, tmp_path: Path) -> None:
+    """With the complete client, which is told to send large files by the protocol of the stand-in."""
     code = """
         import sys
         sys.path.insert(0, sys.argv[1])
@@ -121,7 +124,9 @@ def test_a_card_that_is_there_stays(hub: Hub, client: str, uploaded: Path, tmp_p
         HfApi().upload_file(path_or_fileobj=text, path_in_repo="README.md", repo_id="somebody/card")
         model.push_to_hub("somebody/card")
     """
-    run(code, str(ROOT), str(uploaded), home=tmp_path, python=client, HF_ENDPOINT=hub.endpoint)
+    options = {"HF_ENDPOINT": hub.endpoint, "HF_HUB_DISABLE_XET": "1"}
+    run(code, str(ROOT), str(uploaded), home=logged_in(tmp_path), **options)
+    assert any("info/lfs/objects/batch" in path for _, path in hub.requests if "somebody/card" in path)
     first, *_, last = (files.get("README.md") for files in list(hub.repositories["somebody/card"].commits.values())[1:])
     assert b'"first"' in (first or b"") and (last or b"").endswith(b"by hand")
 
@@ -140,7 +145,7 @@ def test_the_first_layers_of_a_release_on_the_hub(hub: Hub, client: str, tmp_pat
         part = K3ForCausalLM.from_pretrained("somebody/release", num_hidden_layers=1, dtype="auto")
         print(part.name_or_path, len(part.model.layers))
     """
-    said = run(code, str(ROOT), str(source), home=tmp_path, python=client, HF_ENDPOINT=hub.endpoint)
+    said = run(code, str(ROOT), str(source), home=logged_in(tmp_path), python=client, HF_ENDPOINT=hub.endpoint)
     assert said == "somebody/release 1"
     files = hub.files("somebody/release")
     assert b"license_name: kimi-k3" in files["README.md"]

@@ -2,6 +2,7 @@
 
 import getpass
 import json
+import shutil
 import sys
 import textwrap
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from modeling_k3 import K3ForCausalLM, K3ForSequenceClassification, K3Tokenizer
+from modeling_k3.class_maps import LABEL
 from tests.checkpoints import read_directory, released
 from tests.layout_source import ROOT
 from tests.models import build, tiny_config
@@ -19,7 +21,9 @@ def test_an_upload_holds_these_files_and_no_other(uploaded: Path) -> None:
     side = {"config.json", "generation_config.json", "model.safetensors", "README.md"}
     side |= {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
     assert {path.name for path in uploaded.iterdir()} == needed_files() | side
-    assert all((uploaded / n).read_bytes() == (ROOT / "modeling_k3" / n).read_bytes() for n in needed_files())
+    for name in needed_files():
+        labelled = LABEL + (ROOT / "modeling_k3" / name).read_text(encoding="utf-8")
+        assert (uploaded / name).read_text(encoding="utf-8") == labelled, name
     config = json.loads((uploaded / "config.json").read_text())
     assert config["auto_map"] == {
         "AutoConfig": "configuration_k3.K3Config",
@@ -181,8 +185,13 @@ def test_installed_code_wins(uploaded: Path, tmp_path: Path) -> None:
 
 
 def test_two_copies_do_not_disturb_each_other(tmp_path: Path) -> None:
-    """The copy is loaded between two loads of the package, and the other way round: all packed, all equal."""
+    """The copy is loaded between two loads of the package, and the other way round, and a second repository beside
+    it: all packed, all equal.
+    """
     K3ForCausalLM.from_pretrained(released(), dtype="auto").save_pretrained(tmp_path / "upload", with_code=True)
+    shutil.copytree(tmp_path / "upload", tmp_path / "second")
+    with (tmp_path / "second" / "experts.py").open("a", encoding="utf-8") as file:
+        file.write("\n# another version\n")
     code = """
         import sys
         sys.path.insert(0, sys.argv[1])
@@ -201,6 +210,10 @@ def test_two_copies_do_not_disturb_each_other(tmp_path: Path) -> None:
         assert other is not modeling_k3.K3ForCausalLM and other.__module__.startswith("transformers_modules.")
         models = [first, load(other), load(AutoModelForCausalLM), load(other), load(modeling_k3.K3ForCausalLM)]
         assert [type(m) is other for m in models] == [False, True, False, True, False]
+        second = get_class_from_dynamic_module("modeling_k3.K3ForCausalLM", sys.argv[5])
+        assert len({each.__module__ for each in (modeling_k3.K3ForCausalLM, other, second)}) == 3
+        models += [load(second), load(other)]
+        assert [type(m) for m in models[5:]] == [second, other]
         wanted = models[0](ids).logits
         assert all(torch.equal(m(ids).logits, wanted) for m in models)
         cache = models[1](ids[:, :5], use_cache=True).cache
@@ -211,7 +224,7 @@ def test_two_copies_do_not_disturb_each_other(tmp_path: Path) -> None:
         assert torch.equal(mixed, models[3].generate(ids, max_new_tokens=4, do_sample=False))
         print("packed")
     """
-    targets = [str(tmp_path / name) for name in ("a", "b")]
+    targets = [str(tmp_path / name) for name in ("a", "b", "second")]
     said = run(code, str(ROOT), str(tmp_path / "upload"), *targets, home=tmp_path, HF_HUB_OFFLINE="1")
     assert said == "packed"
     source = read_directory(tmp_path / "upload")

@@ -10,9 +10,11 @@ import yaml
 
 from modeling_k3 import K3Config, K3ForCausalLM, K3ForSequenceClassification, K3Model
 from modeling_k3.configuration import preset_path
-from modeling_k3.hub_card import _RELEASED_WIDTHS, active_parameters, check_card, describe, is_derived, make_card
+from modeling_k3.hub_card import _RELEASED_WIDTHS, check_card, is_derived, make_card
 from modeling_k3.hub_code import auto_class_of
+from modeling_k3.hub_facts import active_parameters, describe
 from tests.checkpoints import released
+from tests.layout_source import ROOT
 from tests.models import build, tiny_config
 
 
@@ -59,7 +61,7 @@ def test_derived_weights_carry_the_licence_that_binds() -> None:
         "needs a separate agreement with Moonshot AI before any commercial use",
         "more than 100 million monthly active users or more than 20 million US dollars monthly revenue",
         'must show "Kimi K3" prominently',
-        "Internal use that reaches no third party",
+        "Internal use that lets nothing of the model, its outputs or its capabilities reach third parties",
         "`*.py`) are under [Apache-2.0]",
     ):
         assert clause in flat
@@ -193,7 +195,7 @@ def test_what_is_none_is_not_said(tmp_path: Path) -> None:
 
 def test_a_licence_that_does_not_bind_is_refused_before_the_repository_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
-    monkeypatch.setattr("modeling_k3.hub_code.HfApi.create_repo", lambda _, name, **options: made.append(name))
+    monkeypatch.setattr("modeling_k3.hub_upload.HfApi.create_repo", lambda _, name, **options: made.append(name))
     with pytest.raises(ValueError, match="license='mit', but the weights derive from moonshotai/Kimi-K3"):
         build(tiny_config()).push_to_hub("me/my-k3", card={"derived": True, "license": "mit"})
     with pytest.raises(TypeError, match=r"card: tags='tiny'; allowed is a list of texts"):
@@ -238,3 +240,21 @@ def test_heads() -> None:
     assert "pipeline_tag" not in data and "import AutoModel, AutoTokenizer" in body
     data, body = card_of(K3ForSequenceClassification(tiny_config("M", num_experts=None)))
     assert data["pipeline_tag"] == "text-classification" and "AutoModelForSequenceClassification" in body
+
+
+def test_card_and_notice_say_the_same_of_the_licence() -> None:
+    """Whom the commercial clauses bind, and whom they spare."""
+    _, body = card_of(build(tiny_config("M", num_experts=None)), derived=True)
+    texts = [" ".join(text.split()) for text in (body, (ROOT / "NOTICE").read_text(encoding="utf-8"))]
+    clauses = [text[text.index("- Model as a service") : text.index("from the last two points.")] for text in texts]
+    assert clauses[0] == clauses[1]
+    for spared in ("End-user products that embed the model", "mere relaying", "its outputs or its capabilities reach"):
+        assert spared in clauses[0]
+
+
+def test_a_licence_of_ones_own() -> None:
+    said = {"license_name": "mine", "license_link": "https://example.org/mine"}
+    data, body = card_of(build(tiny_config("M", num_experts=None)), **said)
+    assert {"license": "other", **said}.items() <= data.items() and "The weights are under mine." in body
+    with pytest.raises(ValueError, match="license='mine', but the weights derive"):
+        card_of(build(tiny_config("M", num_experts=None)), derived=True, **said)
