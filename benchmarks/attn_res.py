@@ -57,18 +57,20 @@ def train(block: int | None, lr: float, arguments: argparse.Namespace, text: Ten
     model = build(block)
     watch, began = DepthWatch(model), time.perf_counter()
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1)
-    bits, norms, depth = [], [], []
+    bits, norms, depth, broke_at = [], [], [], None
     for step in range(arguments.steps):
         ids = batch(text, step, arguments.rows, arguments.length)
         loss = model(ids, labels=ids, use_cache=False).loss
         loss.backward()
-        norms.append(round(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item(), 4))
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
+        if not (math.isfinite(loss.item()) and math.isfinite(norm)):
+            broke_at = step
+            break
         optimizer.step()
         optimizer.zero_grad()
         bits.append(round(loss.item() / math.log(2), 4))
+        norms.append(round(norm, 4))
         depth.append(summarise_depth(watch.take()))
-        if not math.isfinite(bits[-1]):
-            break
     watch.close()
     model.eval()
     with torch.no_grad():
@@ -81,6 +83,7 @@ def train(block: int | None, lr: float, arguments: argparse.Namespace, text: Ten
         "gradient_norms": norms,
         "held_out_bits": round(output.loss.item() / math.log(2), 4),
         "worst_rise": worst_rise(bits),
+        "broke_at": broke_at,
         "stream_rms": stream,
         "depth": depth[-1],
         "seconds": round(time.perf_counter() - began, 1),
@@ -94,7 +97,10 @@ def worst_rise(bits: list[float]) -> float:
 
 
 def saved_bytes(block: int | None, layers: int, tokens: int = 128) -> int:
-    """Bytes that autograd keeps of one forward, beside the parameters, each storage once."""
+    """Bytes that autograd keeps of one forward, beside the parameters, each storage once.
+
+    As in `tests/unit/test_attn_res_memory.py`: benchmarks and tests do not import each other.
+    """
     model, kept = build(block, layers), {}
     known = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
 
@@ -110,16 +116,22 @@ def saved_bytes(block: int | None, layers: int, tokens: int = 128) -> int:
 
 
 def draw(path: Path, runs: dict[str, dict[str, dict[str, Any]]]) -> None:
-    """Loss over steps for each rate, and the size of the stream over depth at the highest one."""
-    figure = Figure(figsize=(4 * (len(runs) + 1), 4), dpi=130, facecolor="white", layout="constrained")
-    places = figure.subplots(1, len(runs) + 1)
+    """Loss over steps for each rate, and the size of the stream over depth at the highest one where both learn."""
+    height = -(-(len(runs) + 1) // 4)
+    figure = Figure(figsize=(16, 4 * height), dpi=90, facecolor="white", layout="constrained")
+    places = figure.subplots(height, 4).flatten()
+    for axes in places[len(runs) + 1 :]:
+        axes.set_axis_off()
     for axes, (rate, streams) in zip(places, runs.items(), strict=False):
         for name, run in streams.items():
             _line(axes, _smooth(run["bits"]), name)
-        axes.set(title=f"learning rate {rate}", xlabel="step", ylabel="bits per byte", ylim=(2, 9))
-    for name, run in streams.items():
-        _line(places[-1], run["stream_rms"], name)
-    places[-1].set(title=f"stream at rate {rate}", xlabel="layer", ylabel="RMS", yscale="log")
+        top = max(9.0, *(1.3 * run["bits"][-1] for run in streams.values()))
+        axes.set(title=f"learning rate {rate}", xlabel="step", ylabel="bits per byte", ylim=(2, top))
+        if all(run["held_out_bits"] < 8 for run in streams.values()):
+            highest = rate
+    for name, run in runs[highest].items():
+        _line(places[len(runs)], run["stream_rms"], name)
+    places[len(runs)].set(title=f"stream at rate {highest}", xlabel="layer", ylabel="RMS", yscale="log")
     places[0].legend(frameon=False)
     figure.savefig(path)
 
@@ -140,21 +152,26 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--length", type=int, default=64)
-    parser.add_argument("--rates", type=float, nargs="+", default=[3e-3, 1e-2, 3e-2])
+    parser.add_argument("--rates", type=float, nargs="*", default=[3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0])
+    parser.add_argument("--add", action="store_true", help="keep the file's other rates; an empty --rates keeps all")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    text, runs = corpus(), {}
+    place, text, runs = arguments.out / "attn_res.json", corpus(), {}
+    setting = {name: getattr(arguments, name) for name in ("steps", "rows", "length")}
+    if arguments.add:
+        old = json.loads(place.read_text())
+        if old["setting"] != setting:
+            parser.error(f"--add: {place} has {old['setting']}")
+        runs = old["runs"]
     for rate in arguments.rates:
         runs[str(rate)] = {name: train(block, rate, arguments, text) for name, block in STREAMS.items()}
         for name, run in runs[str(rate)].items():
-            print(
-                rate, name, {key: run[key] for key in ("held_out_bits", "worst_rise", "seconds")}, run["stream_rms"][-1]
-            )
+            print(rate, name, {key: run[key] for key in ("held_out_bits", "worst_rise", "broke_at", "seconds")})
+    runs = dict(sorted(runs.items(), key=lambda item: float(item[0])))
     memory = {name: {str(n): saved_bytes(block, n) for n in (8, 16, 32)} for name, block in STREAMS.items()}
     print("kept for backward", memory)
-    setting = {name: getattr(arguments, name) for name in ("steps", "rows", "length")}
     report = {"machine": machine(), "setting": setting, "runs": runs, "saved_bytes_by_depth": memory}
-    (arguments.out / "attn_res.json").write_text(json.dumps(report) + "\n")
+    place.write_text(json.dumps(report) + "\n")
     draw(arguments.out / "attn_res.png", runs)
 
 

@@ -55,18 +55,28 @@ def run(options: dict[str, Any]) -> dict[str, Any]:
             load = torch.bincount(router.eval()(x)[2].flatten(), minlength=EXPERTS).double()
         router.train()
         loads.append(round((load.max() / load.mean()).item(), 4))
+    return {"max_over_mean": loads, **judge(loads), "milliseconds_per_step": round(1000 * seconds / STEPS, 3)}
+
+
+def judge(loads: list[float]) -> dict[str, Any]:
+    """After how many steps the load is at the goal once, and after how many it stays there; None: never."""
+    # The batch after the change is judged with a bias that could not know of it.
+    before, after = loads[: SHIFT - 1], loads[SHIFT:]
     return {
-        "max_over_mean": loads,
-        "steps_to_goal": _first(loads[: SHIFT - 1]),
-        # The batch after the change is judged with a bias that could not know of it.
-        "steps_to_goal_after_shift": _first(loads[SHIFT:]),
-        "worst_after_ten_steps": max(loads[10 : SHIFT - 1]),
-        "milliseconds_per_step": round(1000 * seconds / STEPS, 3),
+        "first_step_at_goal": _hits(before),
+        "steps_to_goal": _stays(before),
+        "first_step_at_goal_after_shift": _hits(after),
+        "steps_to_goal_after_shift": _stays(after),
+        "worst_after_ten_steps": max(before[10:]),
+        "last_before_shift": before[-1],
     }
 
 
-def _first(loads: list[float]) -> int | None:
-    """Number of steps after which the load stays at the goal; None if it never does."""
+def _hits(loads: list[float]) -> int | None:
+    return next((step for step, value in enumerate(loads, start=1) if value <= GOAL), None)
+
+
+def _stays(loads: list[float]) -> int | None:
     late = [index for index, value in enumerate(loads) if value > GOAL]
     first = late[-1] + 2 if late else 1
     return first if first <= len(loads) else None

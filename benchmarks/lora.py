@@ -1,21 +1,21 @@
 """What adapting costs on this machine's CPU: memory and time of a training step, and time against experts in use.
 
     python benchmarks/lora.py                             five minutes, 7 GB; writes benchmarks/results/lora.*
-    python benchmarks/lora.py --only "packed LoRA"        one contender, printed and not written
+    python benchmarks/lora.py --only "packed LoRA"        one contender anew: its entry replaces the one in the file
 
 The model is made up: random weights in the released layout, experts of half the release's widths, packed. Each
 contender trains its own copy for a few steps in a process of its own, with gradient checkpointing and AdamW:
 
     packed LoRA    experts stay MXFP4; LoRA on all of them
     mapped LoRA    the same, experts read from the files
-    QLoRA          the same as packed, the dense part in NF4; LoRA on everything
+    QLoRA          the same as packed, the dense part in NF4
     bf16 LoRA      experts expanded to bf16; LoRA on all of them
     full           everything in bf16 is trained
     release widths packed LoRA on fewer experts of the release's own widths, beside which an adapter is small
 
 Memory is what the process grows by, after a small warm-up of the libraries, from before loading to the worst moment of
 training, sampled every 5 ms. Freed memory is given back and compiled products are forgotten early (see ENVIRONMENT);
-without that, 130 MB more are held, whatever the model. `use` asks for the same number of tokens with the router held
+"default environment" is packed LoRA without that. `use` asks for the same number of tokens with the router held
 to fewer and fewer experts, in the default environment, and counts the thread's own time. Packed bytes are those of
 the checkpoint.
 """
@@ -34,7 +34,8 @@ from typing import Any
 from measure import Watch, machine
 
 ROOT = Path(__file__).parents[1]
-CONTENDERS = ("packed LoRA", "mapped LoRA", "QLoRA", "bf16 LoRA", "full", "release widths")
+DEFAULT = "default environment"
+CONTENDERS = ("packed LoRA", DEFAULT, "mapped LoRA", "QLoRA", "bf16 LoRA", "full", "release widths")
 ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": "131072",
     "MALLOC_TRIM_THRESHOLD_": "131072",
@@ -104,8 +105,7 @@ def load(contender: str, directory: Path) -> Any:
     model.gradient_checkpointing_enable({"use_reentrant": False})
     if contender == "full":
         return model.train()
-    preset = "all" if contender == "QLoRA" else "experts"
-    return get_peft_model(model, lora_config(preset, r=RANK)).train()
+    return get_peft_model(model, lora_config("experts", r=RANK)).train()
 
 
 def warm_up() -> None:
@@ -209,7 +209,7 @@ def fit(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 def in_process(arguments: list[str]) -> Any:
     """Run a part of this file in a process of its own."""
-    environment = {**os.environ, **({} if "use" in arguments else ENVIRONMENT)}
+    environment = {**os.environ, **({} if {"use", DEFAULT} & {*arguments} else ENVIRONMENT)}
     done = subprocess.run(
         [sys.executable, __file__, *arguments], capture_output=True, text=True, cwd=ROOT, env=environment
     )
@@ -279,29 +279,36 @@ def main() -> None:
         return
     sizes = ["--tokens", str(options.tokens), "--steps", str(options.steps)]
     report: dict[str, Any] = {"tokens": options.tokens, "rank": RANK, "environment": ENVIRONMENT, "contenders": {}}
+    place_of_report = options.out.with_suffix(".json")
+    if options.only is not None:
+        report = json.loads(place_of_report.read_text())
+        if (report["tokens"], report["rank"]) != (options.tokens, RANK):
+            parser.error(f"--only: {place_of_report} is about {report['tokens']} tokens and rank {report['rank']}")
     with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryDirectory() as wide:
+        made: dict[str, int] = {}
         for name in (*CONTENDERS, "use"):
             if options.only not in (None, name):
                 continue
             place, make = (wide, "make wide") if name == "release widths" else (scratch, "make")
             common = [*sizes, "--checkpoint", place]
-            if not os.listdir(place):
-                report[f"{make} bytes"] = in_process(["--part", make, *common])
+            if make not in made:
+                made[make] = in_process(["--part", make, *common])
             found = in_process(["--part", name, *common])
+            if options.only is not None and options.note:
+                found["note"] = options.note
             if name == "use":
                 report["use"] = found
             else:
-                found["checkpoint_bytes"] = report[f"{make} bytes"]
-                found["peak_over_checkpoint"] = round(found["peak_bytes"] / found["checkpoint_bytes"], 3)
+                found["checkpoint_bytes"] = made[make]
+                found["peak_over_checkpoint"] = round(found["peak_bytes"] / made[make], 3)
                 report["contenders"][name] = found
             print(name, json.dumps(found), flush=True)
-    for make in ("make", "make wide"):
-        report.pop(f"{make} bytes", None)
-    report |= {"machine": machine(), "note": options.note}
     if options.only is None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.with_suffix(".json").write_text(json.dumps(report, indent=2) + "\n")
-        draw(report, options.out.with_suffix(".png"))
+        report |= {"machine": machine(), "note": options.note}
+    report["contenders"] = {name: report["contenders"][name] for name in CONTENDERS if name in report["contenders"]}
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    place_of_report.write_text(json.dumps(report, indent=2) + "\n")
+    draw(report, options.out.with_suffix(".png"))
 
 
 if __name__ == "__main__":

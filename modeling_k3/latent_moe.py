@@ -78,7 +78,8 @@ class K3Router(Float32Parameters):
     def overflow(self, chosen: Tensor, real: Tensor | None = None) -> Tensor:
         """Mark the places beyond an expert's capacity, ceil(factor * tokens * R / N), first come, first served.
 
-        The order is that of the tokens, so that nothing depends on later ones.
+        The order is that of the tokens, so that nothing depends on later ones. It is that of the whole batch: rows, and
+        documents packed into them, compete with those before them.
 
         Args:
             chosen: [tokens, R] expert numbers.
@@ -143,6 +144,11 @@ def _best(values: Tensor, count: int) -> Tensor:
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
     places = torch.arange(values.shape[-1] - 1, -1, -1, device=values.device)
     return ((ordered << 32) | places).topk(count, dim=-1).indices
+
+
+def active_router(gate: nn.Module) -> K3Router:
+    """Find the router that computes where an adapter stands in its place: of its copies the one that is passed on."""
+    return next(module.scores.__self__ for module in gate.modules() if hasattr(module, "scores"))
 
 
 def balance_loss(routers: Sequence[K3Router], logits: Sequence[Tensor], padding_mask: Tensor | None = None) -> Tensor:

@@ -24,7 +24,7 @@ from .generation import K3GenerationMixin
 from .head_checks import check_labels, check_logits_to_keep
 from .initialization import init_k3_module
 from .kda import K3DeltaAttention, check_kda_implementation
-from .latent_moe import K3Router, balance_loss
+from .latent_moe import K3Router, active_router, balance_loss
 from .masks import PACKING_ARGUMENTS, check_cache, check_inputs, is_tracing
 from .norms import K3RMSNorm
 from .outputs import K3CausalLMOutput, K3LayerWeights, K3ModelOutput
@@ -300,8 +300,8 @@ class K3ForCausalLM(K3PreTrainedModel, K3GenerationMixin):
             kwargs["num_items_in_batch"] = label_count(labels, **kwargs)
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         if self.config.router_balancing == "aux_loss" and outputs.router_logits:
-            routers = [m for m in self.model.modules() if isinstance(m, K3Router)][: len(outputs.router_logits)]
-            aux_loss = balance_loss(routers, outputs.router_logits, attention_mask)
+            routers = [active_router(layer.block_sparse_moe.gate) for layer in self.model.layers if layer.is_sparse]
+            aux_loss = balance_loss(routers[: len(outputs.router_logits)], outputs.router_logits, attention_mask)
         if balances and aux_loss is not None:
             # Accumulated micro-batches count by their labels, as the rest of the loss does.
             own = label_count(labels, **{**kwargs, "num_items_in_batch": None})

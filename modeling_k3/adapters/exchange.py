@@ -1,4 +1,6 @@
-"""Adapters on experts between our stacks and one LoRA per expert, the form in which engines expect them.
+"""Adapters on experts between our stacks and one LoRA per expert, as peft has it on linear layers.
+
+The names of the second form are those that engines read adapters of unstacked experts by; no engine was tried here.
 
 ours        ...experts.lora_A.w1                    [N, r, in]      one tensor per layer and matrix
 others      ...experts.E.w1.lora_A.weight           [r, in]         as if every matrix were a linear layer

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from modeling_k3.config_checks import ROUTER_BALANCING
 
-from .router_stats import RouterWatch, add_up, is_router, world_size
+from .router_stats import RouterWatch, is_router, world_size
 from .rules import HistogramRule, QuantileRule, Rule, SignRule
 
 
@@ -89,7 +89,7 @@ class RouterBalancer(RouterWatch):
     def step(self) -> None:
         """Move every bias by what all micro-batches since the last step ask for; nothing seen, nothing moved."""
         counts = [rule.counts() for rule in self.rules.values()]
-        add_up([count for count in counts if count is not None], self.group)
+        self.end_step(*(count for count in counts if count is not None))
         for name, rule in self.rules.items():
             wanted = rule.bias()
             if wanted is not None:

@@ -3,8 +3,9 @@
     trainer = Trainer(model, arguments, train_dataset=...)
     K3TrainingCallback(plot="training.png").attach(trainer)
 
-Every entry of the log then has, beside the loss: `router_entropy`, `router_max_violation`, `router_dropped`,
-`depth_entropy`, `depth_largest_weight`, `depth_query_norm`. TensorBoard and other reporters (`report_to`) get them too.
+Every entry of the log then has, beside the loss: `router_entropy`, `router_mean_violation`, `router_max_violation`,
+`router_peak_violation`, `router_dropped` (`router_stats.summarise` defines them), `depth_entropy`,
+`depth_largest_weight`, `depth_query_norm`. TensorBoard and other reporters (`report_to`) get them too.
 The load of every single expert is no scalar for a log: it is in `routers` of the callback, and in the picture.
 With `callbacks=[K3TrainingCallback()]` instead, the reporters come first and only see what the Trainer itself logs.
 """
@@ -36,8 +37,8 @@ class K3TrainingCallback(ReportingCallback):
     Args:
         method: how to balance, see `RouterBalancer`; None: what the model's config says.
         memory: share of the old bias that a step keeps.
-        plot: PNG that is drawn anew at the entries of the log, as often as 5 % of the time allow, and at the end; None:
-            none.
+        plot: PNG that is drawn anew at the entries of the log, as often as 5 % of the time allow, and at the end, also
+            of a run that logged nothing; None: none.
 
     Raises:
         ValueError: an unknown method, or a memory outside 0 to below 1.
@@ -52,7 +53,7 @@ class K3TrainingCallback(ReportingCallback):
         self.routers: dict[str, dict[str, Any]] = {}
         self.mixes: dict[str, dict[str, float]] = {}
         self._drawn_until, self._drawing_took = 0.0, 0.0
-        self._is_drawn = True
+        self._is_drawn, self._has_logged = True, False
 
     def on_train_begin(
         self,
@@ -64,6 +65,7 @@ class K3TrainingCallback(ReportingCallback):
     ) -> None:
         """Begin to watch."""
         self._close()
+        self._has_logged = False
         if args.report_to and not self.is_attached:
             logger.warning(
                 f"report_to={args.report_to}: reporters do not see the routers' and depth's figures; "
@@ -89,9 +91,8 @@ class K3TrainingCallback(ReportingCallback):
         """Add the figures since the last entry to an entry about training."""
         if self.balancer is None or logs is None or "loss" not in logs:
             return
-        self.routers, self.mixes = self.balancer.take(), self.depth.take()
+        self._take()
         self.report(logs, state, {**summarise(self.routers), **summarise_depth(self.mixes)})
-        self._is_drawn = False
         if time.perf_counter() - self._drawn_until >= self._drawing_took * (1 / _DRAWING_SHARE - 1):
             self._draw(args, state)
 
@@ -99,8 +100,14 @@ class K3TrainingCallback(ReportingCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Draw what came last, and stop watching."""
+        if self.plot is not None and self.balancer is not None and not self._has_logged:
+            self._take()
         self._draw(args, state)
         self._close()
+
+    def _take(self) -> None:
+        self.routers, self.mixes = self.balancer.take(), self.depth.take()
+        self._is_drawn, self._has_logged = False, True
 
     def _draw(self, args: TrainingArguments, state: TrainerState) -> None:
         if self.plot is None or self._is_drawn or not state.is_world_process_zero:

@@ -37,13 +37,15 @@ class Muon(torch.optim.Optimizer):
         if not 0 <= momentum < 1:
             raise ValueError(f"momentum={momentum!r} is out of range; allowed is [0, 1)")
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "blocks": None})
-        for group in self.param_groups:
-            for parameter in group["params"]:
+        for number, group in enumerate(self.param_groups):
+            for place, parameter in enumerate(group["params"]):
+                names = group.get("param_names")
+                which = f"parameter {place} of group {number}" if names is None else f"parameter {names[place]}"
                 if hasattr(parameter, "full_tensor"):
-                    raise ValueError("a parameter is a distributed tensor; allowed are whole ones, or muon_lr=None")
+                    raise ValueError(f"{which} is a distributed tensor; allowed are whole ones, or muon_lr=None")
                 if parameter.ndim < 2 or (group["blocks"] and parameter.shape[-2] % sum(group["blocks"])):
                     raise ValueError(
-                        f"a parameter has shape {tuple(parameter.shape)}; allowed are matrices and stacks of them, "
+                        f"{which} has shape {tuple(parameter.shape)}; allowed are matrices and stacks of them, "
                         f"with rows that blocks={group['blocks']!r} divide"
                     )
 

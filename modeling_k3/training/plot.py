@@ -40,10 +40,11 @@ def draw_training(
     _lines(loss, log, {"loss": "training", "eval_loss": "evaluation"}, title="Loss", smooth=True)
     _lines(
         load,
-        [{**entry, "worst": entry["router_max_violation"] + 1} for entry in log if "router_max_violation" in entry],
-        {"worst": "worst layer, max / mean"},
+        [{n: v + 1 if n.endswith("_violation") else v for n, v in entry.items()} for entry in log],
+        {"router_max_violation": "worst layer, max / mean", "router_mean_violation": "mean of the layers"},
         title="Load of the experts (1: even)",
         bottom=1.0,
+        colors=(_FIRST, _PALE),
     )
     _shares(load, log)
     _lines(rate, log, {"grad_norm": "norm of the gradient"}, title="Gradient and learning rate", bottom=0.0)
@@ -87,9 +88,10 @@ def _lines(
     smooth: bool = False,
     bottom: float | None = None,
     top: float | None = None,
+    colors: tuple[str, str] = (_FIRST, _SECOND),
 ) -> None:
     """Lines of up to two figures; with `smooth` the first is shown pale, with its running mean on top."""
-    for index, ((name, label), color) in enumerate(zip(names.items(), (_FIRST, _SECOND), strict=False)):
+    for index, ((name, label), color) in enumerate(zip(names.items(), colors, strict=False)):
         steps, values = _points(log, name)
         if not steps:
             continue

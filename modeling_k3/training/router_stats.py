@@ -1,21 +1,21 @@
 """How evenly the routers load their experts while a model trains."""
 
+import math
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from modeling_k3.signals import evenness
-
 from .watch import TrainingWatch
 
 
 class RouterWatch(TrainingWatch):
-    """Counts what the routers choose, over all forward passes of training since the last `take`.
+    """Counts what the routers choose in the forward passes of training, step by step, until the next `take`.
 
     Padding never counts, and of a router's copies (adapters' `modules_to_save`) only the active one does. `loads[name]`
-    [N + 1] int64 holds tokens by expert and, last, the places dropped beyond the capacity.
+    [N + 1] int64 holds, of the step that is not over yet, tokens by expert and, last, the places dropped beyond the
+    capacity.
 
     Args:
         model: any model with K3 routers; without any nothing is counted.
@@ -27,6 +27,8 @@ class RouterWatch(TrainingWatch):
         self.group = group
         self.routers = {name: module for name, module in model.named_modules() if is_router(module)}
         self.loads = {name: self._zeros(router) for name, router in self.routers.items()}
+        # By router, over the steps since the last `take`: their loads added up, and see `_figures`.
+        self._past: dict[str, tuple[Tensor, Tensor]] = {}
         for name, router in self.routers.items():
             hook = router.register_forward_hook(
                 lambda module, args, output, name=name: self._after_router(name, module, args, output)
@@ -43,21 +45,45 @@ class RouterWatch(TrainingWatch):
             chosen: [tokens, R].
         """
 
+    @torch.no_grad()
+    def end_step(self, *others: Tensor) -> None:
+        """Close a training step, whose load counts as one; a collective where there are several processes.
+
+        Args:
+            others: further whole numbers that the same all-reduce adds up over the processes, in place.
+        """
+        add_up([*others, *self.loads.values()], self.group)
+        for name, load in self.loads.items():
+            figures = _figures(load[:-1])
+            if name in self._past:
+                total, old = (part.to(load.device) for part in self._past[name])
+                load, figures = load + total, _joined(figures, old)
+            self._past[name] = load.clone(), figures
+            self.loads[name].zero_()
+
     def take(self) -> dict[str, dict[str, Any]]:
         """Report by router and start anew; a collective where there are several processes.
 
+        What was seen since the last step counts as a step. Steps without a token do not count.
+
         Returns:
-            By name: `load` (tokens by expert), `entropy` and `max_over_mean` as in `K3Signals`, `dropped`: the share of
-            places beyond the capacity. Routers without a token are left out.
+            By name: `load` (tokens by expert); `entropy` and `max_over_mean` as in `K3Signals`, means over the steps;
+            `worst_max_over_mean`, that of the worst step; `dropped`: the share of places beyond the capacity. Routers
+            without a token are left out.
         """
-        counts = list(self.loads.values())
-        add_up(counts, self.group)
+        self.end_step()
         report = {}
-        for name, count in zip(self.loads, counts, strict=True):
-            if count[:-1].sum() > 0:
-                share = (count[-1] / count[:-1].sum()).item()
-                report[name] = {**evenness(count[:-1]), "dropped": share}
-            count.zero_()
+        for name, (load, figures) in self._past.items():
+            steps, entropy, ratio, worst = figures.tolist()
+            if steps:
+                report[name] = {
+                    "load": load[:-1].tolist(),
+                    "entropy": entropy / steps,
+                    "max_over_mean": ratio / steps,
+                    "worst_max_over_mean": worst,
+                    "dropped": (load[-1] / load[:-1].sum()).item(),
+                }
+        self._past.clear()
         return report
 
     @torch.no_grad()
@@ -78,6 +104,19 @@ class RouterWatch(TrainingWatch):
     @staticmethod
     def _zeros(router: nn.Module) -> Tensor:
         return torch.zeros(router.num_experts + 1, dtype=torch.int64, device=router.weight.device)
+
+
+def _figures(load: Tensor) -> Tensor:
+    """Of one step's load [N]: 1 (one step), entropy over log N, and twice max over mean; zeros without a token."""
+    count = load.sum().clamp(min=1).float()
+    ratio = (load.max() * len(load)).float() / count
+    entropy = torch.special.entr(load.float() / count).sum() / math.log(max(len(load), 2))
+    return torch.stack([(ratio > 0).float(), entropy.clamp(max=1), ratio, ratio])
+
+
+def _joined(new: Tensor, old: Tensor) -> Tensor:
+    """Sums of the first three, the larger one of the last."""
+    return torch.cat([new[:3] + old[:3], torch.maximum(new[3:], old[3:])])
 
 
 def is_router(module: nn.Module) -> bool:
@@ -101,15 +140,19 @@ def add_up(counts: list[Tensor], group: Any = None) -> None:
 
 
 def summarise(report: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """What a log has room for, of `RouterWatch.take`: the layers' mean entropy and drops, the worst violation.
+    """What a log has room for, of `RouterWatch.take`: the layers' mean entropy and drops, and the violation of balance.
 
-    `router_max_violation` = max / mean - 1 of the experts' load, 0 when even.
+    A step's violation is max / mean - 1 of the experts' load, 0 when even. `router_mean_violation` is its mean over
+    steps and layers, `router_max_violation` the mean over steps in the worst layer: neither depends on how many steps
+    lie between two entries of a log. `router_peak_violation` is the largest of all.
     """
     if not report:
         return {}
     rows = list(report.values())
     return {
         "router_entropy": sum(row["entropy"] for row in rows) / len(rows),
+        "router_mean_violation": sum(row["max_over_mean"] for row in rows) / len(rows) - 1,
         "router_max_violation": max(row["max_over_mean"] for row in rows) - 1,
+        "router_peak_violation": max(row["worst_max_over_mean"] for row in rows) - 1,
         "router_dropped": sum(row["dropped"] for row in rows) / len(rows),
     }

@@ -39,7 +39,8 @@ class QuantileRule:
 class HistogramRule:
     """The same within one bin's width: counts by expert and bin, which add up over micro-batches and processes.
 
-    A token's deficit alpha - s lies in (min b - 1, max b + 1), which is cut into equal bins anew for each step.
+    A token's deficit alpha - s lies in (min b - 1, max b + 1), which is cut into equal bins anew for each step,
+    by the bias that its first micro-batch was routed with.
 
     Args:
         router: whose bias it is about.
@@ -50,10 +51,11 @@ class HistogramRule:
         self.router, self.bins = router, bins
         size = (router.num_experts, bins)
         self._counts = torch.zeros(size, dtype=torch.int64, device=router.weight.device)
+        self._cut: tuple[Tensor, Tensor] | None = None
 
     def add(self, scores: Tensor, chosen: Tensor) -> None:
         """Take in a micro-batch: s [tokens, N] without the bias, chosen [tokens, R]."""
-        low, width = self._range()
+        low, width = self._cut = self._cut or self._range()
         deficit = deficits(scores, self.router.e_score_correction_bias, self.router.top_k)
         at = ((deficit - low) / width).long().clamp_(0, self.bins - 1)
         at += torch.arange(deficit.shape[-1], device=at.device) * self.bins
@@ -66,7 +68,8 @@ class HistogramRule:
 
     def bias(self) -> Tensor | None:
         """The bias wanted after this step, [N] with mean zero; None without a token. Starts anew."""
-        counts, (low, width) = self._counts, self._range()
+        counts, (low, width) = self._counts, self._cut or self._range()
+        self._cut = None
         tokens = int(counts[0].sum())
         if not tokens:
             return None

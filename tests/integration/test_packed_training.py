@@ -62,12 +62,15 @@ def losses(trainer: Trainer) -> list[float]:
 
 
 @pytest.mark.parametrize("packer", PACKERS)
-@pytest.mark.parametrize("kda", ["chunk", "recurrent"])
-def test_loss_and_gradients_are_those_of_the_documents(packer: str, kda: str) -> None:
+@pytest.mark.parametrize(
+    ("kda", "attention"), [("chunk", "sdpa"), ("recurrent", "sdpa"), ("exact", "sdpa"), ("chunk", "eager")]
+)
+def test_loss_and_gradients_are_those_of_the_documents(packer: str, kda: str, attention: str) -> None:
     documents = [Documents(SIZES)[i] for i in range(len(SIZES))]
     packed, alone = model_of(), model_of()
     for model in (packed, alone):
         model.set_kda_implementation(kda)
+        model.set_attn_implementation(attention)
     batch = PACKERS[packer](documents)
     count = int((batch["labels"] != -100).sum())
     loss = packed(**batch).loss
@@ -80,6 +83,22 @@ def test_loss_and_gradients_are_those_of_the_documents(packer: str, kda: str) ->
         total += each.item()
     assert loss.item() == pytest.approx(total, rel=BOUNDS["same_loss_fp32"].bound)
     assert close_gradients(packed, alone, "same_loss_fp32")
+
+
+@pytest.mark.parametrize("packer", PACKERS)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_changes_nothing_of_a_packed_batch(packer: str, reentrant: bool) -> None:
+    batch = PACKERS[packer]([Documents(SIZES)[i] for i in range(len(SIZES))])
+    plain, repeated = model_of(), model_of()
+    repeated.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    repeated.enable_input_require_grads()
+    found = []
+    for model in (plain, repeated):
+        loss = model(**batch).loss
+        loss.backward()
+        found.append(loss.item())
+    assert found[0] == pytest.approx(found[1], rel=BOUNDS["same_loss_fp32"].bound)
+    assert close_gradients(plain, repeated, "same_gradient_fp32")
 
 
 def run(output: Path, steps: int, collator: Any, seed: int = 0, resume: Path | None = None, **options: Any) -> Trainer:

@@ -104,6 +104,17 @@ def test_the_histogram_is_exact_to_a_bin() -> None:
         assert rule.bias() is None
 
 
+def test_bins_stay_where_they_were_while_they_are_counted() -> None:
+    router = router_of()
+    rules, scores = [HistogramRule(router, 100), HistogramRule(router, 100)], torch.rand(99, 32)
+    for rule in rules:
+        rule.add(scores, scores)
+    expected = rules[0].bias()
+    with torch.no_grad():
+        router.e_score_correction_bias.copy_(torch.linspace(-3, 5, 32))
+    assert torch.equal(rules[1].bias(), expected)
+
+
 @METHODS
 def test_micro_batches_are_one_batch(method: str) -> None:
     moved = []
@@ -273,7 +284,8 @@ def test_figures_of_a_known_load() -> None:
         router.weight.zero_()
     router(torch.zeros(8, 64))
     row = balancer.take()[""]
-    assert row == {"load": [8, 0, 0, 0], "entropy": pytest.approx(0.0), "max_over_mean": 4.0, "dropped": 0.5}
+    ratios = {"max_over_mean": 4.0, "worst_max_over_mean": 4.0}
+    assert row == {"load": [8, 0, 0, 0], "entropy": pytest.approx(0.0), **ratios, "dropped": 0.5}
     assert summarise({"": row})["router_max_violation"] == 3.0
     router(torch.zeros(8, 64), torch.arange(8) < 2)
     assert balancer.take()[""]["dropped"] == 0.5
