@@ -102,8 +102,6 @@ def measure(config: dict[str, Any], use: dict[str, Any]) -> dict[str, int]:
     from modeling_k3 import K3Config, gradient_memory
     from modeling_k3.configuration import preset_path
 
-    # Gradients of large stacks are maps of their own, of which torch's record knows nothing.
-    gradient_memory._LARGE = sys.maxsize
     torch.manual_seed(0)
     torch.set_num_threads(1)
     run = _train if use["mode"] == "train" else _generate
@@ -119,6 +117,8 @@ def measure(config: dict[str, Any], use: dict[str, Any]) -> dict[str, int]:
         parameter.grad = None
     # An optimizer that is garbage and freed during the next run would be counted as negative bytes.
     gc.collect()
+    # Gradients of large stacks are maps of their own, of which torch's record knows nothing.
+    gradient_memory._LARGE = sys.maxsize
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         run(model, use)
     changes = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
@@ -166,6 +166,16 @@ def _train(model: Any, use: dict[str, Any]) -> None:
         model(ids, labels=ids, use_cache=False).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+def formulas() -> dict[str, Any]:
+    """Which formulas predicted: the tree of the planning folder in git, and whether its files differ from it."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], capture_output=True, text=True, cwd=ROOT, check=False).stdout.strip()
+
+    folder = "modeling_k3/planning"
+    return {"tree": git("rev-parse", f"HEAD:{folder}"), "is_changed": bool(git("status", "--porcelain", "--", folder))}
 
 
 def run_case(config: dict[str, Any], use: dict[str, Any]) -> dict[str, Any]:
@@ -233,6 +243,7 @@ def main() -> int:
     report = {
         "command": f"python benchmarks/memory.py --models {options.models} --seed {seed}",
         "machine": machine(),
+        "formulas": formulas(),
         "goal": GOAL,
         "seed": seed,
         "worst_error": worst,

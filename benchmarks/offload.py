@@ -10,7 +10,8 @@ warm         budget for all, all read: beside the same model with packed experts
 expected     seconds of a cold step from measured disk and memory bandwidth, before the first step
 AirLLM       the same files, if a folder with the package is given (pip install --target FOLDER --no-deps airllm)
 
-Disk utilisation is bytes read from the disk per second over what the disk gives to the same reads by themselves.
+Disk utilisation is bytes read from the disk per second over what the disk gives to reads of the same kind (pieces of
+an expert's size in a fresh file, the next one asked for ahead) just before and after.
 Compute utilisation is the share of the time in which the model did not wait for an expert.
 """
 
@@ -148,6 +149,7 @@ def cold(folder: Path, share: float, steps: int) -> dict[str, Any]:
         "disk_rate_alone": rate,
         "disk_utilisation": disk / wall / rate,
         "compute_utilisation": 1 - stats["seconds_stalled"] / wall,
+        "cpu_seconds_per_second": (after["cpu_s"] - before["cpu_s"]) / wall,
         "memory": memory(),
         "machine_rates": vars(rates),
         "residency": stats,
@@ -194,7 +196,11 @@ def airllm(folder: Path, package: str) -> dict[str, str]:
     ):
         command = [sys.executable, "-c", _AIRLLM, str(path), package, kind]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(command, capture_output=True, text=True, timeout=1800, env=environment)
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, check=False)
+        except subprocess.TimeoutExpired:
+            found[name] = "not done after 600 s"
+            continue
         lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
         found[name] = lines[-1] if lines else f"ended with {done.returncode}"
     shutil.rmtree(flat)
@@ -213,9 +219,9 @@ def draw(path: Path, report: dict[str, Any]) -> None:
         values = [report["cold"][share][name] for share in shares]
         left.bar(places, values, width=0.36, label=name.replace("_", " "), color=color)
     left.axhline(0.85, color="#888888", linewidth=1, linestyle="--")
-    left.set(title="cold decode", ylabel="share", xlabel="memory for experts", ylim=(0, 1.1))
+    left.set(title="cold decode", ylabel="share", xlabel="memory for experts", ylim=(0, 1.25))
     left.set_xticks(range(len(shares)), shares)
-    left.legend(frameon=False, loc="lower right")
+    left.legend(frameon=False, loc="upper center", ncols=2)
     bars = {f"cold, {share}": found["step_s"] for share, found in report["cold"].items()}
     bars |= {f"warm, {name}": seconds for name, seconds in report["warm"]["step_s"].items()}
     right.barh(list(bars), list(bars.values()), color="#5a8f69")
@@ -273,7 +279,9 @@ def main() -> int:
     load_average = os.getloadavg()[0]
     folder = make(options.dir / f"offload-{options.layers}", options.layers)
     report: dict[str, Any] = {
-        "command": f"python benchmarks/offload.py --layers {options.layers} --steps {options.steps} --dir ...",
+        "command": f"python benchmarks/offload.py --layers {options.layers} --steps {options.steps} --dir DIR"
+        f" --shares {' '.join(map(str, options.shares))}" + (" --airllm FOLDER" if options.airllm else ""),
+        "date": time.strftime("%Y-%m-%d"),
         "machine": machine(),
         "load_average_before": load_average,
         "checkpoint_bytes": sum(path.stat().st_size for path in folder.glob("*.safetensors")),

@@ -229,7 +229,8 @@ class K3LatentLayer(DynamicLayer):
             self.lazy_initialization(key_states, value_states)
         parts, length = (key_states, value_states), seen + key_states.shape[-2]
         if not self._fits(length, key_states):
-            capacity = max(length + length // 8 + 64, self._capacity)
+            # Room that was asked for beyond these tokens is enough; a budget may depend on it.
+            capacity = self._capacity if self._capacity > length else length + length // 8 + 64
             reserve = tuple(x.new_empty(*x.shape[:2], capacity, x.shape[-1]) for x in parts)
             if seen:
                 reserve[0][:, :, :seen], reserve[1][:, :, :seen] = self.keys, self.values

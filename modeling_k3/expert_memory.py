@@ -35,7 +35,7 @@ class K3ExpertMemory(K3Persistence):
             ValueError: no size, below two experts, experts that are not mapped; unknown and contradictory options.
         """
         if expert_memory is not None:
-            parse_size(expert_memory, "expert_memory")
+            kwargs["expert_memory"] = parse_size(expert_memory, "expert_memory")
             storage = kwargs.setdefault("expert_storage", "mapped")
             if storage not in (None, "mapped"):
                 raise ValueError(

@@ -234,8 +234,10 @@ class K3GenerationMixin(GenerationMixin):
         max_cache_length: int,
     ) -> None:
         """Make `generate` use a K3Cache, and refuse the kinds of cache that cannot hold a recurrent state."""
-        cache = model_kwargs.get("cache")
+        cache, plan = model_kwargs.get("cache"), self.memory_plan
         given = cache is not None
+        if plan is not None:
+            _check_planned(plan, generation_config, batch_size, max_cache_length + 1)
         check_cache_choice(generation_config.cache_implementation, cache)
         if given and hasattr(cache, "check_room"):
             # Whatever is left of the prompt: the sequence ends there at the latest.
@@ -244,13 +246,32 @@ class K3GenerationMixin(GenerationMixin):
             generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         )
         if not given and type(model_kwargs.get("cache")) is DynamicCache:
-            model_kwargs["cache"] = K3Cache(first_layers(self.config, model_kwargs.get("exit_layer")))
+            options = {} if plan is None else plan.cache_options()
+            model_kwargs["cache"] = K3Cache(first_layers(self.config, model_kwargs.get("exit_layer")), **options)
         cache = model_kwargs.get("cache")
+        if plan is not None and hasattr(cache, "linear_layer"):
+            # Latents that grow as they come take up to an eighth more, and twice their bytes while they move.
+            cache.reserve(max_cache_length + 1)
         if cache is None and model_kwargs.get("prefix_cache") is not None:
             raise ValueError("prefix_cache with use_cache=False is not possible: it fills the cache")
         if generation_config.is_assistant and hasattr(cache, "keep_log"):
             # The verifier may take back all that one round drafts.
             cache.keep_log(max(DEFAULT_ROLLBACK, (generation_config.max_new_tokens or 0) + 2))
+
+
+def _check_planned(plan: Any, generation_config: GenerationConfig, batch_size: int, tokens: int) -> None:
+    """Refuse more rows or tokens than the memory plan that the model was loaded by has room for.
+
+    Raises:
+        ValueError: says what the plan is for.
+    """
+    rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+    if tokens > plan.use.context or rows > plan.use.batch:
+        raise ValueError(
+            f"batch {rows} with {tokens} tokens, prompt and max_new_tokens, is more than the memory plan is for: batch "
+            f"{plan.use.batch} with {plan.use.context}; load with load_within(..., context=, batch=) for it, or set "
+            "model.memory_plan = None and watch memory yourself"
+        )
 
 
 def _unseen(

@@ -249,12 +249,21 @@ def expert_name(layer: int, key: tuple[int, str, str]) -> str:
     return f"layers.{layer}.block_sparse_moe.experts.{key[0]}.{key[1]}.{key[2]}"
 
 
+def largest_expert(plan: Plan) -> int:
+    """Bytes of the largest first expert of a layer in the files; 0 where there are none."""
+    firsts = [
+        [places.get((0, matrix, ending)) for matrix in MATRICES for ending in ENDINGS[stored_kind(places)]]
+        for places in plan.experts.values()
+    ]
+    return max((sum(place[1].nbytes for place in first if place) for first in firsts), default=0)
+
+
 def check_plan(plan: Plan, model: nn.Module, state: LoadState) -> LoadStateDictInfo:
     """Refuse what does not fit; in the lenient mode turn it into the library's report instead.
 
     Raises:
         ValueError: strict, and something does not fit; or experts that are partly there, or packed and not
-            complete, for which there is no lenient reading.
+            complete, for which there is no lenient reading; a budget for mapped experts below two of them.
     """
     missing = [name for name in plan.missing if not may_be_new(name, model)]
     halves = [name for name in plan.missing if EXPERT.fullmatch(canonical(name))]
@@ -271,6 +280,10 @@ def check_plan(plan: Plan, model: nn.Module, state: LoadState) -> LoadStateDictI
     elif halves or any(EXPERT.fullmatch(canonical(name)) for name, _, _ in plan.shape):
         way_out = "Experts that are partly there are refused with strict=False as well"
         complain(state.path, missing=halves, shape=[name for name, _, _ in plan.shape], way_out=way_out)
+    if state.expert_memory is not None and state.expert_memory < (least := 2 * largest_expert(plan)):
+        raise ValueError(
+            f"expert_memory={state.expert_memory} bytes; allowed are {least}, which is two experts, and more"
+        )
     return LoadStateDictInfo(
         missing_keys={*plan.missing, *plan.tied},
         unexpected_keys={*plan.unknown, *plan.unlisted},

@@ -151,13 +151,6 @@ def _layout(shape: tuple[int, int, int], bits: int, group: int) -> list[tuple[tu
     return list(zip(sizes, (torch.int32 if bits == 3 else torch.uint8, torch.bfloat16, torch.float16), strict=True))
 
 
-def low_bit_bytes(numel: int, bits: int, group: int = 64) -> int:
-    """Bytes of one matrix of `numel` weights."""
-    groups = numel // group
-    codes = 4 * group * -(-groups // 10) if bits == 3 else numel * bits // 8
-    return codes + 4 * groups
-
-
 def _round(weight: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
     """Codes, scale and zero of one matrix."""
     largest = weight.abs().max()

@@ -48,6 +48,7 @@ class LoadState:
         dense: the BitsAndBytesConfig that the user asks for, or None.
         file_dense: the one that config.json tells of, or None.
         file_experts: what config.json tells of experts in HQQ's bits, or None.
+        expert_memory: bytes for mapped experts and caches, or None.
     """
 
     strict: bool = True
@@ -63,6 +64,7 @@ class LoadState:
     dense: Any = None
     file_dense: Any = None
     file_experts: Any = None
+    expert_memory: int | None = None
 
     @property
     def packs(self) -> bool:
@@ -110,7 +112,10 @@ def available_memory() -> int:
         free += [int(found[1]) * 1024] if found else []
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
         if limit != "max":
-            free.append(int(limit) - int(Path("/sys/fs/cgroup/memory.current").read_text()))
+            used, counts = (Path(f"/sys/fs/cgroup/memory.{name}").read_text() for name in ("current", "stat"))
+            # Pages of files are charged as well, and given back.
+            cached = re.findall(r"^(?:in)?active_file (\d+)", counts, re.MULTILINE)
+            free.append(int(limit) - int(used) + sum(map(int, cached)))
     except (OSError, ValueError):
         pass
     return max(min(free), 0)
@@ -208,7 +213,8 @@ def apply_storage(model: nn.Module, checkpoint: Checkpoint, state: LoadState) ->
         state: `state.storage` is filled in where it is None.
 
     Raises:
-        ValueError: packed experts were asked for, and some are stored dense; any form, and they are in HQQ's bits.
+        ValueError: packed experts were asked for, and some are stored dense; any form, and they are in HQQ's bits; the
+            form takes more main memory than there is.
     """
     if state.is_applied:
         return
@@ -246,6 +252,13 @@ def apply_storage(model: nn.Module, checkpoint: Checkpoint, state: LoadState) ->
         storage = "packed" if packs and layer in plain else state.storage
         if module.storage != storage:
             module.use_storage(storage)
+    needed = sum(parameter.nbytes for module in modules.values() for parameter in module.parameters())
+    if state.device_map is None and state.max_memory is None and needed > (room := available_memory()):
+        raise ValueError(
+            f"expert_storage={state.storage!r} takes {needed / 1e9:.2f} GB for routed experts, and {room / 1e9:.2f} GB "
+            "of memory are available; allowed is 'mapped', which leaves them in the files (expert_memory='8GiB' sets "
+            "how much of them is resident)"
+        )
 
 
 def _choose(modules: dict[int | None, Any], packed: frozenset[int], checkpoint: Checkpoint, state: LoadState) -> str:

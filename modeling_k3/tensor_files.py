@@ -13,7 +13,8 @@ A file is opened once and read through that one descriptor. Another file put in 
 tool writes) is therefore never seen: the model keeps the bytes it was loaded from. A file written to in place, or cut,
 has another size or time of change, and the next read, new map or forward that uses its experts is an error. Not seen:
 a writer that sets the time back or writes through its own map before the system notes the time, a change in the middle
-of a forward (cut, the system ends the process with SIGBUS), and one below parameters that are views on the file.
+of a forward (cut, the system ends the process with SIGBUS), one below parameters that are views on the file, and a
+download that made the whole file first and did not finish: what was never written reads as zeros.
 """
 
 import json

@@ -36,8 +36,9 @@ def load_within(path: str | PathLike, budget: int | str | Mapping[Any, int | str
         model = from_pretrained(path, **plan.load_options())        plan = plan_memory(its config, budget, ...)
 
     Numbers are those of the resident model, bit for bit, unless `dense` or `dtype` asks for others. The plan stays on
-    the model: `generate` runs prompts in its pieces by itself, `K3Cache(model.config, **plan.cache_options())` and
-    `PrefixCache(**plan.prefix_cache_options())` have its rollback window and its bytes.
+    the model: `generate` runs prompts in its pieces, makes caches with its rollback window, takes the bytes of a call's
+    latents at once, and refuses calls beyond its context and batch. Caches of one's own take its options:
+    `K3Cache(model.config, **plan.cache_options())`, `PrefixCache(**plan.prefix_cache_options())`.
 
     Args:
         path: folder, or name on the hub.

@@ -22,7 +22,9 @@ def add_commands(app: typer.Typer, readable: Callable[[Callable[[], None]], None
         ] = None,
         context: Annotated[int, typer.Option(min=1, help="Tokens of a row, prompt and answer.")] = 4096,
         batch: Annotated[int, typer.Option(min=1, help="Rows at once.")] = 1,
-        mode: Annotated[str, typer.Option(help="Use: infer, lora or train.")] = "infer",
+        mode: Annotated[
+            str, typer.Option(help="Use: infer, train, or lora (pairs beside the attention's linear layers only).")
+        ] = "infer",
         dtype: Annotated[str | None, typer.Option(help="Number format of the weights. Default: the config's.")] = None,
         dense: Annotated[str, typer.Option(help="Dense part: full, int8, nf4 or fp4.")] = "full",
         experts: Annotated[str, typer.Option(help="Experts: auto, full, mxfp4, hqq8, hqq4, hqq3 or hqq2.")] = "auto",
@@ -74,6 +76,8 @@ def run_plan(
 
     if measure is not None and (budget is None or side_by_side):
         raise UserError("--measure says how long a plan takes: give --budget as well, and not --scenarios.")
+    other = {"budget": budget, "experts": experts, "prefill_chunk": chunk, "world": world, **use}
+    _refuse_unused(other, side_by_side)
     try:
         lines, content, bars = _answer(model, budget, use, experts, chunk, world, side_by_side, measure)
     except (ValueError, TypeError) as error:
@@ -86,6 +90,32 @@ def run_plan(
             report.write_json(content, json)
         if png is not None:
             report.draw(bars, png, f"{Path(model).name}: memory")
+
+
+def _refuse_unused(given: dict[str, Any], side_by_side: bool) -> None:
+    """Say in a line which options would change nothing.
+
+    Args:
+        given: values by name; what is not a default was asked for.
+        side_by_side: machines are compared, for which context alone is read.
+    """
+    from modeling_k3.demo import UserError
+
+    none = {"budget": None, "dtype": None, "prefill_chunk": None, "experts": "auto", "dense": "full", "mode": "infer"}
+    none |= {"batch": 1, "world": 1, "optimizer": "adamw", "rollback_tokens": 0, "prefix_tokens": 0}
+    none |= {"checkpointing": False}
+    if side_by_side:
+        unused, where = set(none), "--scenarios"
+    elif given["budget"] is not None:
+        unused, where = {"world", "optimizer", "checkpointing"}, "--budget"
+    elif given["mode"] == "infer":
+        unused, where = {"optimizer", "checkpointing"}, "--mode infer"
+    else:
+        unused, where = {"prefill_chunk", "rollback_tokens", "prefix_tokens"}, f"--mode {given['mode']}"
+    found = [name for name in none if name in unused and given[name] != none[name]]
+    if found:
+        names = ", ".join("--" + name.removesuffix("_tokens").replace("_", "-") for name in found)
+        raise UserError(f"{where} does not use {names}: leave that out.")
 
 
 def _answer(

@@ -72,13 +72,13 @@ class Weight:
             # One float32 scale for each row.
             return self.numel + 4 * self.numel // self.shape[-1]
         if form.startswith("hqq"):
-            return self.shape[0] * _hqq_bytes(self.numel // self.shape[0], int(form.removeprefix("hqq")))
+            return self.shape[0] * low_bit_bytes(self.numel // self.shape[0], int(form.removeprefix("hqq")))
         # Codes, one float32 scale for 64 of them, and the 16 values that codes stand for.
         return self.numel // 2 + 4 * (self.numel // _FOUR_BIT_GROUP) + 64
 
 
-def _hqq_bytes(numel: int, bits: int) -> int:
-    """One matrix: codes, ten times 3 bits to an int32, and 16 bits each for scale and zero of a group."""
+def low_bit_bytes(numel: int, bits: int) -> int:
+    """One matrix of HQQ: codes, ten times 3 bits to an int32, and 16 bits each for scale and zero of a group."""
     groups = numel // _HQQ_GROUP
     codes = 4 * _HQQ_GROUP * -(-groups // 10) if bits == 3 else numel * bits // 8
     return codes + 4 * groups

@@ -2,11 +2,12 @@
 
     step = layers * call + dense bytes / where they are + (latents + 2 states) / memory + for each layer with experts:
            max(compute, reading) + first expert
-    compute = U (expert call + expert bytes / packed) + flops / rate       reading = share missing * U * bytes / disk
+    compute = U (expert call + expert bytes / packed) + flops / rate + read * read cost
+    read    = share missing * U * bytes                                    reading = read / disk
 
 U experts of a layer are used: R of them by one token, nearly all by a piece of a prompt. Reading runs beside the
-products of the same layer; the first expert is waited for. The share missing is that of uniform routing, which is the
-worst case of a trained router and close to it.
+products of the same layer, but takes processor time from them where no core is spare; the first expert is waited for.
+The share missing is that of uniform routing, which is the worst case of a trained router and close to it.
 """
 
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ class Machine:
         expert_call: seconds that an expert of no size takes.
         layer_call: seconds that a decoder layer of no size takes.
         flops: operations per second of a bfloat16 matrix times many vectors.
+        read_cost: processor seconds that reading takes from the products for each byte; 0 where a core is spare.
     """
 
     disk: float
@@ -37,6 +39,7 @@ class Machine:
     expert_call: float
     layer_call: float
     flops: float
+    read_cost: float
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,8 @@ def expert_layer(
         rate: bytes per second at which they are multiplied.
         work: operations of all tokens.
     """
-    compute, reading = used * (machine.expert_call + size / rate) + work / machine.flops, missing * used * size
+    reading = missing * used * size
+    compute = used * (machine.expert_call + size / rate) + work / machine.flops + reading * machine.read_cost
     return max(compute, reading / machine.disk) + missing * size / machine.disk, compute, reading / machine.disk
 
 

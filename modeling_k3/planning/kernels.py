@@ -9,6 +9,7 @@ ONEDNN_PRIMITIVE_CACHE_CAPACITY and LRU_CACHE_CAPACITY, both, to a lower number 
 are compiled again, a few milliseconds each.
 """
 
+import os
 from math import exp
 
 from modeling_k3.planning.components import iter_weights
@@ -36,4 +37,10 @@ def kernel_bytes(shape: Shape, use: Workload) -> int:
         pieces = 1.25 if trains else -(-use.context // chunk)
         calls = pieces * shape.num_moe * shape.experts
         shapes += 2 * products * mean * (1 - exp(-calls / mean))
-    return KERNEL * min(KEPT, round(shapes))
+    return KERNEL * min(kept(), round(shapes))
+
+
+def kept() -> int:
+    """How many kernels the backend keeps in this environment: the larger of both of its caches."""
+    found = [os.environ.get(name, "") for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")]
+    return min(KEPT, max(int(count) if count.isdecimal() else KEPT for count in found))

@@ -16,15 +16,17 @@ from modeling_k3.planning.shares import plan_shares
 from modeling_k3.planning.workload import Workload
 
 Budget = int | str | Mapping[Any, int | str]
-#: Fields of a workload that a user chooses here. The rest is training's, or comes of the budget.
-_USE = {field.name for field in fields(Workload)} - {"mode", "lora_rank", "optimizer", "checkpointing", "experts"}
+#: Fields of a workload that are training's, or come of the files.
+_FIXED = {"mode", "lora_rank", "optimizer", "checkpointing", "experts"}
+#: Those that a user chooses here.
+_USE = {field.name for field in fields(Workload)} - _FIXED
 #: Options of `from_pretrained` that the plan sets.
 _PLANNED = "expert_storage expert_memory dequantize quantization_config device_map max_memory torch_dtype".split()
 
 
 def load(path: str | PathLike, budget: Budget, model_class: type = K3ForCausalLM, **options: Any) -> Any:
     """Load a checkpoint by a plan; see `modeling_k3.planning.load_within`, which is this without its imports."""
-    if given := sorted(set(options) & set(_PLANNED)):
+    if given := sorted(options.keys() & {*_PLANNED, *_FIXED}):
         raise ValueError(f"{', '.join(given)} beside a budget: the plan chooses; allowed are {sorted(_USE)} and what "
                          "else from_pretrained takes")  # fmt: skip
     use = {name: options.pop(name) for name in _USE & options.keys()}

@@ -5,7 +5,10 @@
 The last term is what is left: it shrinks as the latents grow (`MemoryPlan.expert_bytes_at`).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 from modeling_k3.byte_sizes import parse_size
@@ -16,9 +19,10 @@ from modeling_k3.planning.sizes import format_bytes, itemsize
 from modeling_k3.planning.state import state_sizes
 from modeling_k3.planning.workload import INDEX_ENTRY, PROCESS, Workload, memory_table, total
 
-_CHUNKS = (2048, 1024, 512, 256, 128, 64, 32, 16)
+#: Lengths of a prompt's pieces that are tried.
+CHUNKS = (2048, 1024, 512, 256, 128, 64, 32, 16)
 #: Share of the budget that a prefill's working set may take while a smaller piece would do.
-_WORKING_SHARE = 0.25
+WORKING_SHARE = 0.25
 #: How bitsandbytes is asked for a form of the dense part.
 _BITSANDBYTES: dict[str, dict[str, Any]] = {
     "int8": {"load_in_8bit": True},
@@ -91,7 +95,7 @@ class MemoryPlan:
         if self.use.experts not in ("full", "mxfp4"):
             raise ValueError(
                 f"experts={self.use.experts!r} is not what from_pretrained can load: 'full' or 'mxfp4'. Load with "
-                "expert_storage='mapped', then low_bits.quantize_experts"
+                "expert_storage='mapped', which takes no memory for them, then low_bits.quantize_experts"
             )
         forms = {"memory": "packed" if self.use.experts == "mxfp4" else "dense", "mapped": "mapped", "none": None}
         options: dict[str, Any] = {"dtype": self.use.dtype, "expert_storage": forms[self.expert_place]}
@@ -103,6 +107,8 @@ class MemoryPlan:
             options |= {"device_map": "auto", "max_memory": dict(self.max_memory)}
         if self.use.dense != "full":
             options["quantization_config"] = {"quant_method": "bitsandbytes", **_BITSANDBYTES[self.use.dense]}
+            if self.use.dense != "int8":
+                options["quantization_config"]["bnb_4bit_compute_dtype"] = self.use.dtype
         return options
 
     def generate_options(self) -> dict[str, Any]:
@@ -156,7 +162,7 @@ def plan_memory(
 
     Raises:
         MemoryPlanError: nothing fits; names what would.
-        ValueError, TypeError: an argument that is not allowed.
+        ValueError, TypeError: an argument that is not allowed; MXFP4 for experts that the files hold plain.
     """
     shape, limit = read_shape(source), parse_size(budget, "budget")
     if limit < 1:
@@ -164,7 +170,8 @@ def plan_memory(
     base = base_workload(shape, experts=experts, **use)
     if base.mode != "infer":
         raise ValueError(f"mode={base.mode!r}: a budget is planned for inference; `memory_table` counts training")
-    chunks = _CHUNKS if prefill_chunk is None else (prefill_chunk,)
+    check_forms(source, shape, base)
+    chunks = CHUNKS if prefill_chunk is None else (prefill_chunk,)
     found = _first_fit(shape, limit, base, chunks)
     if found is None:
         raise _too_little(shape, limit, base, chunks)
@@ -176,9 +183,28 @@ def base_workload(shape: Shape, *, experts: str = "auto", **use: Any) -> Workloa
     if use.get("dtype") is None:
         use["dtype"] = shape.stored_as or "bfloat16"
     if experts == "auto":
-        is_release = shape.experts >= 896 and use.get("mode", "infer") != "train"
-        experts = "mxfp4" if shape.experts and (shape.packed or is_release) else "full"
+        is_counted = shape.packed or use.get("mode", "infer") != "train"
+        experts = "mxfp4" if _is_packed(shape) and is_counted else "full"
     return Workload(experts=experts, **use)
+
+
+def _is_packed(shape: Shape) -> bool:
+    return shape.experts > 0 and (shape.packed or shape.experts >= 896)
+
+
+def check_forms(source: Source, shape: Shape, use: Workload) -> None:
+    """Refuse MXFP4 experts where a folder's files hold plain ones: loading packs them only beside a dense part in bits.
+
+    Raises:
+        ValueError: says what makes them.
+    """
+    if use.experts != "mxfp4" or use.dense != "full" or _is_packed(shape) or not isinstance(source, str | PathLike):
+        return
+    if Path(source).is_dir() and any(Path(source).glob("*.safetensors")):
+        raise ValueError(
+            f"experts='mxfp4', but by its config.json {str(source)!r} holds plain ones, and loading packs nothing; "
+            "allowed are 'auto' and 'full', or convert it first: k3 convert"
+        )
 
 
 def _first_fit(shape: Shape, limit: int, base: Workload, chunks: tuple[int, ...]) -> MemoryPlan | None:
@@ -188,11 +214,14 @@ def _first_fit(shape: Shape, limit: int, base: Workload, chunks: tuple[int, ...]
     if base.dense != "full" or shape.stored_as not in (None, base.dtype):
         # Quantised or cast while loading: what the files hold cannot be used in place.
         places = [place for place in places if place[0] == "memory"]
+    if base.experts.startswith("hqq"):
+        # Made while loading, and no file has a form of them that can be mapped.
+        places = [place for place in places if place[1] != "mapped"]
     for dense, experts in places:
         fitting = []
         for chunk in chunks:
             plan = _arrange(shape, limit, base.change(prefill_chunk=chunk), dense, experts)
-            if plan is not None and sum(plan.table["working"].values()) <= _WORKING_SHARE * limit:
+            if plan is not None and sum(plan.table["working"].values()) <= WORKING_SHARE * limit:
                 return plan
             fitting += [plan] if plan is not None else []
         if fitting:
@@ -212,6 +241,9 @@ def _arrange(shape: Shape, limit: int, use: Workload, dense: str, experts: str) 
     index = TENSORS_PER_EXPERT * shape.experts * shape.num_moe * INDEX_ENTRY if mapped_experts else 0
     table["process"] = {"Python and torch": PROCESS, "compiled kernels": kernel_bytes(shape, use)}
     table["process"]["index of the files"] = index
+    if use.experts.startswith("hqq"):
+        # A layer's matrices are there one by one and stacked when it is rounded.
+        table["process"]["a layer while it is rounded"] = expert_total // max(1, shape.num_moe)
     if dense == "mapped":
         # What one layer reads must be in memory together; the rest of the pages come and go.
         table["weights"] = {"dense layer at work": largest_layer_bytes(shape, item, use.dense)}
@@ -240,28 +272,33 @@ def expert_floor(shape: Shape, item: int, use: Workload) -> int:
 
 def _too_little(shape: Shape, limit: int, base: Workload, chunks: tuple[int, ...]) -> MemoryPlanError:
     """Say what is missing, and the nearest plan that fits: the same with less context, or with the least budget."""
-    low, high, least = limit, 2 * limit, None
+    low, high = limit, 2 * limit
     while _first_fit(shape, high, base, chunks[-1:]) is None:
         low, high = high, 2 * high
     while high - low > max(2**20, high // 200):
         middle = (low + high) // 2
         low, high = (low, middle) if _first_fit(shape, middle, base, chunks[-1:]) else (middle, high)
     least = _first_fit(shape, high, base, chunks[-1:])
-    short, tall = 0, base.context
-    while tall - short > max(1, tall // 50):
-        middle = (short + tall) // 2
-        fits = middle > 0 and _first_fit(shape, limit, base.change(context=middle), chunks) is not None
-        short, tall = (middle, tall) if fits else (short, middle)
-    smaller = _first_fit(shape, limit, base.change(context=short), chunks) if short else None
+    smaller = shorter(base, lambda use: _first_fit(shape, limit, use, chunks))
     message = (
         f"{shape.name} with {base.context} tokens of context and batch {base.batch} does not fit in "
         f"{format_bytes(limit)}: it needs {format_bytes(high)}"
     )
     if smaller is not None:
-        message += f"; in {format_bytes(limit)} fit {short} tokens of context"
+        message += f"; in {format_bytes(limit)} fit {smaller.use.context} tokens of context"
     elif base.batch > 1:
         message += "; a smaller batch needs less"
     return MemoryPlanError(message, smaller or least)
+
+
+def shorter(base: Workload, fit: Callable[[Workload], MemoryPlan | None]) -> MemoryPlan | None:
+    """The plan with about the most context below `base`'s that `fit` finds one for; None where it finds none."""
+    found, short, tall = None, 0, base.context
+    while tall - short > max(1, tall // 50):
+        middle = (short + tall) // 2
+        plan = fit(base.change(context=middle)) if middle else None
+        found, short, tall = (plan, middle, tall) if plan else (found, short, middle)
+    return found
 
 
 def with_context(plan: MemoryPlan, source: Source, context: int) -> MemoryPlan:

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from modeling_k3.planning.devices import split_layers
 from modeling_k3.planning.plan import MemoryPlanError, base_workload, plan_memory
 from modeling_k3.planning.shape import Source, read_shape
+from modeling_k3.planning.shares import plan_shares
 from modeling_k3.planning.sizes import format_bytes, itemsize
 from modeling_k3.planning.state import state_sizes
-from modeling_k3.planning.workload import state, weights, working
+from modeling_k3.planning.workload import working
 
 
 @dataclass(frozen=True)
@@ -43,26 +44,23 @@ def laptop(source: Source, context: int, memory: int) -> Scenario:
 
 
 def one_gpu(source: Source, context: int, device: int, memory: int) -> Scenario:
-    """Dense part, states and working set on the accelerator as far as they fit; experts in main memory."""
-    shape = read_shape(source)
-    use = base_workload(shape, context=context)
+    """What `load_within(path, {0: device, "cpu": memory})` loads by."""
     title = f"one GPU of {format_bytes(device)}, {format_bytes(memory)} of main memory"
-    live = {**state(shape, use), **working(shape, use)}
-    form = "full"
-    for form in ("full", "int8", "nf4"):
-        held = weights(shape, use.change(dense=form))
-        experts = held.pop("routed experts")
-        if sum(held.values()) + sum(live.values()) <= device:
-            break
-    else:
-        return Scenario(title, {}, "the dense part does not fit in the accelerator, even in 4 bits")
-    left = device - sum(held.values()) - sum(live.values())
-    on_device, in_memory = min(left, experts), min(memory, max(0, experts - left))
-    verdict = f"dense part in {'its own format' if form == 'full' else form} on the GPU; of {format_bytes(experts)} of "
-    verdict += f"experts {format_bytes(on_device)} on the GPU, {format_bytes(in_memory)} in main memory, "
-    verdict += f"{format_bytes(experts - on_device - in_memory)} in the files"
-    memories = {"GPU": (device, {**held, **live, "routed experts": on_device})}
-    return Scenario(title, {**memories, "main memory": (memory, {"routed experts": in_memory})}, verdict)
+    try:
+        plan = plan_shares(source, {0: device, "cpu": memory}, context=context)
+    except MemoryPlanError as error:
+        return Scenario(title, {}, str(error))
+    held = dict(plan.table["weights"])
+    resident = held.pop("routed experts")
+    dense, is_mapped = sum(held.values()), plan.expert_place == "mapped"
+    first = min(dense, plan.max_memory[0])
+    on_device = {**plan.table["state"], **plan.table["working"], "dense part": first}
+    in_memory = {**plan.table["process"], "dense part": dense - first}
+    (in_memory if is_mapped else on_device)["routed experts"] = resident
+    verdict = f"of {format_bytes(dense)} of dense weights {format_bytes(first)} on the GPU; "
+    verdict += f"of {format_bytes(plan.expert_total)} of experts {format_bytes(resident)} "
+    verdict += "in main memory, the rest mapped from the files" if is_mapped else "on the GPU"
+    return Scenario(title, {"GPU": (device, on_device), "main memory": (memory, in_memory)}, verdict)
 
 
 def eight_gpus(source: Source, context: int, count: int, device: int) -> Scenario:

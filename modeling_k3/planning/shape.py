@@ -35,13 +35,12 @@ class Shape:
         hidden, vocab, inner: D, V and the width of the dense layers.
         heads, key, taps: H, K = V and the convolution's width of KDA.
         full_gate: KDA's output gate is one matrix.
-        bounded: KDA's gate has a lower bound of at least -5.
         mla_heads, q_rank, rank, nope, rope, value: of MLA; `q_rank` None: queries are projected directly.
         mla_gate: MLA has an output gate.
         experts, top_k, latent, expert_inner, shared: N (0: none), R, E (None: no latent), F, number of shared experts
             (None: none).
-        latent_norm, routes_on_latent, sigmoid: switches of the LatentMoE.
-        situ, linear_bound: the activation is SiTU; its linear part is bounded.
+        latent_norm, routes_on_latent: switches of the LatentMoE.
+        situ: the activation is SiTU.
         block: layers per AttnRes block, None for plain residuals.
         tied: the head is the embedding.
         stored_as: number format the config names, None where it names none.
@@ -57,7 +56,6 @@ class Shape:
     key: int
     taps: int
     full_gate: bool
-    bounded: bool
     mla_heads: int
     q_rank: int | None
     rank: int
@@ -72,9 +70,7 @@ class Shape:
     shared: int | None
     latent_norm: bool
     routes_on_latent: bool
-    sigmoid: bool
     situ: bool
-    linear_bound: bool
     block: int | None
     tied: bool
     stored_as: str | None
@@ -185,7 +181,7 @@ def _declared(config: Any) -> dict[str, Any]:
 
 
 def _shape(name: str, c: SimpleNamespace) -> Shape:
-    linear, bound = c.linear_attn_config, c.linear_attn_config.get("gate_lower_bound")
+    linear = c.linear_attn_config
     layers = tuple(
         Layer(
             index=i,
@@ -205,7 +201,6 @@ def _shape(name: str, c: SimpleNamespace) -> Shape:
         key=linear["head_dim"],
         taps=linear["short_conv_kernel_size"],
         full_gate=bool(linear.get("use_full_rank_gate")),
-        bounded=bound is not None and bound >= -5.0,
         mla_heads=c.num_attention_heads,
         q_rank=c.q_lora_rank,
         rank=c.kv_lora_rank,
@@ -220,9 +215,7 @@ def _shape(name: str, c: SimpleNamespace) -> Shape:
         shared=c.num_shared_experts,
         latent_norm=c.routed_expert_hidden_size is not None and c.latent_moe_use_norm,
         routes_on_latent=c.router_input == "latent",
-        sigmoid=c.moe_router_activation_func == "sigmoid",
         situ=c.hidden_act == "situ",
-        linear_bound=bool(c.activation_situ_linear_beta),
         block=c.attn_res_block_size,
         tied=c.tie_word_embeddings,
         stored_as=c.dtype or c.torch_dtype,

@@ -41,7 +41,8 @@ def measure_machine(folder: str | os.PathLike, *, use_known: bool = True) -> Mac
         return Machine(**known[key])
     with torch.no_grad():
         packed, expert_call = _experts()
-        found = Machine(_disk(Path(folder)), _memory(), packed, expert_call, _layer(), _flops())
+        disk, read_cost = _disk(Path(folder))
+        found = Machine(disk, _memory(), packed, expert_call, _layer(), _flops(), read_cost)
     try:
         store.parent.mkdir(parents=True, exist_ok=True)
         store.write_text(json.dumps({**known, key: asdict(found)}, indent=2), encoding="utf-8")
@@ -72,9 +73,12 @@ def expected_step(model: K3ForCausalLM, machine: Machine, *, is_cold: bool = Fal
     missing = 0.0 if residency is None or not total else max(0.0, 1 - residency.limit / total)
     missing = 1.0 if is_cold else missing
     for module in modules:
-        size = 3 * module.hidden_dim * module.intermediate_dim * 17 / 32
-        used = model.config.num_experts_per_token
-        both, here, there = expert_layer(machine, used, size, missing, machine.packed)
+        # As they are stored: MXFP4 is expanded before it is multiplied.
+        stored = module.mapped_bytes() or sum(parameter.nbytes for parameter in module.parameters())
+        size, used = stored / module.num_experts, model.config.num_experts_per_token
+        is_packed = 8 * stored < 5 * module.count_weights()
+        rate = machine.packed if is_packed else machine.memory
+        both, here, there = expert_layer(machine, used, size, missing, rate)
         seconds, compute, reading = seconds + both, compute + here, reading + there
         read += missing * used * size
     fixed = len(model.model.layers) * machine.layer_call + dense / machine.memory
@@ -98,7 +102,8 @@ def _best(step: Callable[[], Any], times: int) -> float:
     return sorted(found)[times // 2]
 
 
-def _disk(folder: Path) -> float:
+def _disk(folder: Path) -> tuple[float, float]:
+    """Bytes per second, and processor seconds per byte that the products lose while all cores are theirs."""
     with tempfile.NamedTemporaryFile(dir=folder, buffering=0) as file:
         for _ in range(_SAMPLE // _PIECE):
             file.write(os.urandom(_PIECE))
@@ -106,16 +111,18 @@ def _disk(folder: Path) -> float:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
-        target = memoryview(bytearray(_PIECE // 2))
-        start = time.perf_counter()
+        # Each piece into memory that is new, as that of an expert.
+        targets, start, busy = [], time.perf_counter(), time.thread_time()
         # As experts are read: the next one asked for before this one is waited for.
         for first in range(0, _SAMPLE, _PIECE):
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(file.fileno(), first + _PIECE, _PIECE, os.POSIX_FADV_WILLNEED)
             for half in (first, first + _PIECE // 2):
+                targets.append(bytearray(_PIECE // 2))
                 file.seek(half)
-                file.readinto(target)
-        return _SAMPLE / (time.perf_counter() - start)
+                file.readinto(targets[-1])
+        rate, cost = _SAMPLE / (time.perf_counter() - start), (time.thread_time() - busy) / _SAMPLE
+    return rate, cost if torch.get_num_threads() >= (os.cpu_count() or 1) else 0.0
 
 
 def _memory() -> float:

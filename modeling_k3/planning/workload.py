@@ -87,7 +87,7 @@ def memory_table(shape: Shape, use: Workload) -> dict[str, dict[str, int]]:
     peak = training_peak(shape, call, recipe)
     table = weights(shape, use)
     if peak["adapters"]:
-        table["adapters"] = peak["adapters"]
+        table["adapters of attention"] = peak["adapters"]
     gradients = min(peak["gradients"], peak["peak"])
     active = peak["peak"] - gradients
     sources = min(peak["AttnRes sources"], active)

@@ -96,6 +96,24 @@ def test_generate_runs_prompts_in_the_pieces_of_the_plan(checkpoint: Path) -> No
     assert lengths == [32, 32, 16, 1]
 
 
+def test_a_call_beyond_the_plan_is_refused_and_one_within_takes_its_bytes(checkpoint: Path) -> None:
+    model, options = load_within(checkpoint, "64GiB", context=100), {"do_sample": False, "pad_token_id": 0}
+    cache = K3Cache(model.config)
+    for ids, more, found in (
+        (IDS, {"max_new_tokens": 21}, "batch 1 with 101 tokens"),
+        (IDS.expand(2, -1), {"max_new_tokens": 2}, "batch 2 with 82"),
+        (IDS, {"max_new_tokens": 2, "num_beams": 3}, "batch 3 with 82"),
+    ):
+        with pytest.raises(ValueError, match=rf"{found}.* than the memory plan is for: batch 1 with 100"):
+            model.generate(ids, cache=cache, **more, **options)
+        assert cache.get_seq_length() == 0
+    model.generate(IDS, cache=cache, max_new_tokens=20, eos_token_id=None, **options)
+    sizes, planned = cache.nbytes(), model.memory_plan.table["state"]["MLA latent"]
+    assert planned * 0.98 < sizes["latent"] + sizes["reserved"] <= planned
+    model.memory_plan = None
+    model.generate(IDS, max_new_tokens=21, **options)
+
+
 def test_knobs_of_the_caches_come_of_the_plan(checkpoint: Path) -> None:
     model = load_within(checkpoint, "64GiB", context=CONTEXT, rollback_tokens=8, prefix_tokens=64, prefix_block=16)
     plan = model.memory_plan
@@ -103,6 +121,9 @@ def test_knobs_of_the_caches_come_of_the_plan(checkpoint: Path) -> None:
     for start in (0, 1):
         model.generate(IDS[:, start:], prefix_cache=known, max_new_tokens=1, do_sample=False, pad_token_id=0)
     assert 0 < known.stats()["bytes"] <= plan.table["state"]["prefix cache"]
+    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    found = model.generate(IDS, max_new_tokens=9, return_dict_in_generate=True, **options)
+    assert found.cache.rollback_limit >= 8
     cache = K3Cache(model.config, **plan.cache_options())
     model(IDS, cache=cache)
     model(IDS[:, :8], cache=cache)
@@ -143,6 +164,8 @@ def test_fewer_layers_are_planned_as_fewer(checkpoint: Path) -> None:
     [
         ({"expert_storage": "dense"}, "expert_storage beside a budget"),
         ({"device_map": "auto"}, "device_map beside a budget"),
+        ({"experts": "hqq2"}, r"experts beside a budget: .* allowed are \['batch', 'context'"),
+        ({"mode": "train"}, "mode beside a budget"),
         ({"context": 0}, "context=0"),
         ({"dtype": "int8"}, "dtype='int8'"),
     ],

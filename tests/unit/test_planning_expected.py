@@ -16,7 +16,7 @@ from modeling_k3.planning.expected import Machine, expected_of, expert_layer
 from modeling_k3.planning.shape import read_shape
 from modeling_k3.planning.speed import expected_step
 
-MACHINE = Machine(disk=1e9, memory=1e10, packed=5e8, expert_call=1e-4, layer_call=1e-3, flops=1e11)
+MACHINE = Machine(disk=1e9, memory=1e10, packed=5e8, expert_call=1e-4, layer_call=1e-3, flops=1e11, read_cost=0.0)
 
 
 def test_a_plan_and_its_model_agree(tmp_path: Path) -> None:
@@ -38,6 +38,9 @@ def test_reading_runs_beside_computing() -> None:
     both, compute, reading = expert_layer(MACHINE, 8, 1e6, 0.5, 5e8, 1e8)
     assert compute == pytest.approx(8 * (1e-4 + 2e-3) + 1e-3) and reading == pytest.approx(4e-3)
     assert both == pytest.approx(compute + 0.5e-3)
+    # Where no core is spare, what reads takes time from what computes.
+    crowded = expert_layer(replace(MACHINE, read_cost=1e-9), 8, 1e6, 0.5, 5e8, 1e8)
+    assert crowded[1] == pytest.approx(compute + 4e-3) and crowded[0] == pytest.approx(both + 4e-3)
     slow = replace(MACHINE, disk=1e6)
     both, _, reading = expert_layer(slow, 8, 1e6, 0.5, 5e8)
     assert both == pytest.approx(reading + 0.5) and reading == pytest.approx(4)

@@ -48,12 +48,18 @@ def test_as_many_as_are_made(experts: int | None) -> None:
     assert 0.6 < found / len(made) < 1.5, (found, len(made))
 
 
-def test_what_has_none_and_where_it_ends() -> None:
+def test_what_has_none_and_where_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        monkeypatch.delenv(name, raising=False)
     shape = read_shape("kimi-k3")
     assert kernel_bytes(shape, Workload(dtype="float32")) == 0
     one, more = (kernel_bytes(shape, Workload(context=8192, prefill_chunk=chunk)) for chunk in (16, 2048))
     assert 0 < one < more <= KERNEL * KEPT
     step = Workload(context=65536, mode="train")
     assert kernel_bytes(shape, step) == KERNEL * KEPT
+    for name, least in (("ONEDNN_PRIMITIVE_CACHE_CAPACITY", KEPT), ("LRU_CACHE_CAPACITY", 64)):
+        # Both caches keep them, so that one alone changes nothing.
+        monkeypatch.setenv(name, "64")
+        assert kernel_bytes(shape, step) == KERNEL * least
     plan = plan_memory("kimi-k3", "64GiB", context=8192)
     assert plan.table["process"]["compiled kernels"] == kernel_bytes(shape, plan.use) and plan.used <= plan.budget

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from modeling_k3.byte_sizes import parse_size
 from modeling_k3.cli import app
+from modeling_k3.configuration import preset_path
 from modeling_k3.planning import MemoryPlanError, plan_memory
 from modeling_k3.planning.devices import split_layers
 from modeling_k3.planning.plan import base_workload, with_context
@@ -79,10 +80,27 @@ def test_a_dense_part_that_is_converted_cannot_stay_in_the_files() -> None:
         plan_memory("kimi-k3", "24GiB", dtype="float32")
     small = plan_memory("kimi-k3", "64GiB", dense="nf4")
     assert small.dense_place == "memory" and small.expert_place == "mapped"
-    assert small.load_options()["quantization_config"]["bnb_4bit_quant_type"] == "nf4"
+    found = small.load_options()["quantization_config"]
+    assert (found["bnb_4bit_quant_type"], found["bnb_4bit_compute_dtype"]) == ("nf4", "bfloat16")
     counted = plan_memory("pico", "2GiB", experts="hqq3")
     with pytest.raises(ValueError, match="experts='hqq3' is not what from_pretrained can load"):
         counted.load_options()
+
+
+def test_a_form_that_no_file_has_is_not_mapped(tmp_path: Path) -> None:
+    with pytest.raises(MemoryPlanError, match="does not fit in 200 GiB: it needs") as caught:
+        plan_memory("kimi-k3", "200GiB", experts="hqq2")
+    assert caught.value.nearest.expert_place == "memory" and caught.value.nearest.budget > 800 << 30
+    table = caught.value.nearest.table
+    assert table["process"]["a layer while it is rounded"] * 92 <= table["weights"]["routed experts"]
+    (tmp_path / "config.json").write_bytes((preset_path("tiny") / "config.json").read_bytes())
+    assert plan_memory(tmp_path, "2GiB", experts="mxfp4").load_options()["expert_storage"] == "packed"
+    (tmp_path / "model.safetensors").touch()
+    for plan in (plan_memory, lambda path, size, **use: plan_shares(path, {0: size, "cpu": size}, **use)):
+        with pytest.raises(ValueError, match=r"holds plain ones, .* allowed are 'auto' and 'full'"):
+            plan(tmp_path, "2GiB", experts="mxfp4")
+    assert plan_memory(tmp_path, "2GiB").use.experts == "full"
+    assert plan_memory(tmp_path, "2GiB", experts="mxfp4", dense="nf4").dense_place == "memory"
 
 
 @pytest.mark.parametrize("budget", ["", "much", "-1GiB", "0", 0, True])
@@ -146,6 +164,23 @@ def test_the_command_says_in_one_line_what_does_not_fit() -> None:
     assert done.exit_code == 2 and done.output.count("\n") == 1 and "it needs" in done.output
 
 
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--budget", "24GiB", "--world", "8"], "--budget does not use --world"),
+        (["--scenarios", "--dense", "nf4", "--batch", "2"], "--scenarios does not use --dense, --batch"),
+        (["--scenarios", "--budget", "24GiB"], "--scenarios does not use --budget"),
+        (["--optimizer", "muon"], "--mode infer does not use --optimizer"),
+        (["--budget", "24GiB", "--checkpointing"], "--budget does not use --checkpointing"),
+        (["--mode", "lora", "--rollback", "8"], "--mode lora does not use --rollback"),
+    ],
+)
+def test_the_command_says_what_it_does_not_use(options: list[str], named: str) -> None:
+    done = CliRunner().invoke(app, ["plan", "kimi-k3", *options])
+    assert done.exit_code == 2 and done.output.count("\n") == 1
+    assert set(named.replace(",", "").split()) <= set(done.output.replace(",", "").replace(":", "").split())
+
+
 def test_the_command_does_not_pay_for_torch() -> None:
     script = Path(sys.executable).parent / "k3"
     if not script.is_file():
@@ -179,9 +214,19 @@ def test_a_budget_for_each_memory(budgets: dict, place: str) -> None:
 
 
 def test_what_no_memory_has_room_for() -> None:
-    with pytest.raises(MemoryPlanError, match=r"does not fit in .*'cpu' lacks \d"):
+    with pytest.raises(MemoryPlanError, match=r"does not fit in .*'cpu' lacks \d.*it fits in .*'cpu'") as caught:
         plan_shares("kimi-k3", {0: "24GiB", "cpu": "64GiB"})
+    assert caught.value.nearest.used <= caught.value.nearest.budget
+    # States, latents and working set have nowhere else to go.
+    with pytest.raises(MemoryPlanError, match=r"in {0: '6.00 GiB', .* 0 lacks \d.* for states and the wor") as caught:
+        plan_shares("kimi-k3", {0: "6GiB", "cpu": "512GiB"}, context=262144)
+    shorter = caught.value.nearest
+    assert 0 < shorter.use.context < 262144 and shorter.used <= shorter.budget == 518 << 30
+    assert f"with {shorter.use.context} tokens of context in what there is" in str(caught.value)
     assert plan_shares("kimi-k3", {"cpu": "24GiB"}) == plan_memory("kimi-k3", "24GiB", prefill_chunk=2048)
+    assert plan_shares("kimi-k3", {"cpu": "9GiB"}, context=131072).use.prefill_chunk < 2048
+    small = plan_shares("kimi-k3", {0: "6GiB", "cpu": "512GiB"}, context=65536)
+    assert small.use.prefill_chunk < 2048 and small.max_memory[0] > 0
     for wrong in ({0: "24GiB"}, {"cuda:0": "24GiB", "cpu": "1GiB"}, {"cpu": "much"}):
         with pytest.raises(ValueError, match="budget"):
             plan_shares("kimi-k3", wrong)

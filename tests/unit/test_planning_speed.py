@@ -11,7 +11,7 @@ from modeling_k3.conversion.tiny import make_tiny
 from modeling_k3.planning.expected import Machine
 from modeling_k3.planning.speed import expected_step, measure_machine
 
-MACHINE = Machine(disk=1e9, memory=1e10, packed=5e8, expert_call=1e-4, layer_call=1e-3, flops=1e11)
+MACHINE = Machine(disk=1e9, memory=1e10, packed=5e8, expert_call=1e-4, layer_call=1e-3, flops=1e11, read_cost=0.0)
 SIZE = 3 * 64 * 64 * 17 // 32
 
 
@@ -49,6 +49,15 @@ def test_what_a_step_is_made_of(model: K3ForCausalLM) -> None:
     # A slow disk is what binds.
     slow = expected_step(model, replace(MACHINE, disk=1e5), is_cold=True)
     assert slow["seconds"] == pytest.approx(3e-3 + dense + slow["reading"] + 2 * SIZE / 1e5)
+
+
+def test_plain_experts_are_as_large_as_they_are(model: K3ForCausalLM, tmp_path: Path) -> None:
+    K3ForCausalLM.from_pretrained(model.name_or_path, dequantize=True).save_pretrained(tmp_path)
+    size = 3 * 64 * 64 * 2
+    plain = K3ForCausalLM.from_pretrained(tmp_path, expert_memory=16 * size)
+    found = expected_step(plain, MACHINE)
+    assert (found["share_missing"], found["bytes_read"]) == (0.5, 4 * size)
+    assert found["compute"] == pytest.approx(expected_step(model, MACHINE)["compute"] + 8 * (size / 1e10 - SIZE / 5e8))
 
 
 def test_nothing_is_missing_without_a_limit(model: K3ForCausalLM) -> None:
