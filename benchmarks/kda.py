@@ -19,10 +19,13 @@ import platform
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from measure import command
 
 LENGTHS, HEADS, WIDTH, CHUNK = (256, 1024, 4096, 16384), (8, 16), 128, 64
 #: glibc settings under which freed memory is kept instead of given back and faulted in again.
@@ -291,7 +294,8 @@ def write(rows: list[dict[str, Any]], out: Path) -> None:
     """Write results.json and table.md; a run that is stopped here leaves the file before whole."""
     machine = {"system": platform.platform(), "cpus": os.cpu_count(), "python": platform.python_version()}
     draft = out / "results.json.tmp"
-    draft.write_text(json.dumps({"machine": machine, "results": rows}, indent=1) + "\n", encoding="utf-8")
+    report = {"command": command(), "date": time.strftime("%Y-%m-%d"), "machine": machine, "results": rows}
+    draft.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     draft.replace(out / "results.json")
     (out / "table.md").write_text(table(rows) + "\n", encoding="utf-8")
 

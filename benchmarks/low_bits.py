@@ -20,6 +20,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.measure import machine  # noqa: E402
+
 #: Form -> (dense part, experts): a form of bitsandbytes or None, and bits and group of HQQ, "mxfp4", "bf16" or None.
 FORMS: dict[str, tuple[str | None, Any]] = {
     "bf16": (None, "bf16"),
@@ -118,7 +120,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "low_bits.json")
     options = parser.parse_args()
 
-    import torch
     from transformers.utils import logging
 
     from modeling_k3.demo.corpus import load_corpus
@@ -148,7 +149,7 @@ def main() -> None:
         "model": options.model.name,
         "windows": options.windows,
         "text_bytes": int((windows[:, 1:] < 256).sum()),
-        "torch": torch.__version__,
+        "machine": machine(),
         "columns": {
             "expert_bytes": "routed experts",
             "bits_per_expert_weight": "scales included",

@@ -1,10 +1,16 @@
-"""What a process takes while it runs: anonymous memory, mapped pages, faults, bytes from the disk, pressure."""
+"""What a process takes while it runs: anonymous memory, mapped pages, faults, bytes from the disk, pressure.
+
+And what stands beside every figure: the machine, the date, the command.
+"""
 
 import os
 import platform
 import re
 import resource
+import shlex
+import sys
 import threading
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -69,12 +75,14 @@ class Watch:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
+    """What the figures were measured on, when, and by which command."""
     import torch
     import transformers
 
     model = re.search(r"^model name\s*: (.*)$", _read("/proc/cpuinfo"), re.MULTILINE)
     return {
+        "command": command(),
+        "date": time.strftime("%Y-%m-%d"),
         "cpu": model[1] if model else platform.machine(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
@@ -84,6 +92,17 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
+
+
+def command() -> str:
+    """The command line of this process, relative to the current folder; folders elsewhere are dots."""
+    here, words = Path.cwd(), []
+    for word in sys.argv:
+        option, equals, value = word.rpartition("=")
+        if Path(value).is_absolute():
+            value = str(Path(value).relative_to(here)) if Path(value).is_relative_to(here) else "..."
+        words.append(option + equals + value)
+    return shlex.join(["python", *words])
 
 
 def _read(path: str) -> str:

@@ -8,12 +8,12 @@ its packed export computes. Results go to results/qat.json. Single runs: an obse
 
 import argparse
 import json
-import platform
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
+from measure import machine
 from transformers import AutoModelForCausalLM, set_seed
 
 import modeling_k3
@@ -59,8 +59,7 @@ def main() -> None:
         "steps": options.steps,
         "tokens": options.steps * 2048,
         "seed": options.seed,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
+        "machine": machine(),
         "runs": rows,
     }
     RESULTS.write_text(json.dumps(result, indent=2) + "\n")

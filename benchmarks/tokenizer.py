@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import tiktoken
+from measure import machine
 
 from modeling_k3.tokenization_k3 import K3Tokenizer
 from modeling_k3.vocabulary import ALTERNATIVES, read_ranks
@@ -64,7 +65,7 @@ def main() -> None:
     peer = tiktoken.Encoding("k3", pat_str="|".join(ALTERNATIVES), mergeable_ranks=ranks, special_tokens={})
     began = time.perf_counter()
     tokenizer = K3Tokenizer(vocab_file=str(options.ranks))
-    report: dict = {"ranks": len(ranks), "load_s": time.perf_counter() - began, "texts": {}}
+    report: dict = {"ranks": len(ranks), "load_s": time.perf_counter() - began, "texts": {}, "machine": machine()}
     texts = {path.name: path.read_text() for path in options.text} or {"standard library": standard_library()}
     for name, text in texts.items():
         cut = text.encode()[:MEGABYTE].decode(errors="ignore")

@@ -113,6 +113,8 @@ def ask(contender: str, arguments: argparse.Namespace) -> dict[str, Any]:
     command = [sys.executable, __file__, "--worker", contender, "--layers", str(arguments.layers)]
     command += ["--tokens", str(arguments.tokens), "--steps", str(arguments.steps)]
     environment = {**os.environ, "OMP_NUM_THREADS": str(arguments.threads), "HF_HUB_OFFLINE": "1"}
+    # Until the system has taken back and cleared the memory of the one before.
+    time.sleep(10)
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if done.returncode:
         raise RuntimeError(f"{contender} stopped with exit status {done.returncode}:\n{done.stderr[-2000:]}")

@@ -92,7 +92,7 @@ def plan_conversion(source: Path, target: Path, options: Options) -> Job:
     source, target = Path(source).resolve(), Path(target).resolve()
     if source == target or source in target.parents:
         raise ValueError(f"target={str(target)!r} lies in the source, which is never changed")
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    config = _read_config(source)
     checkpoint = Checkpoint.from_directory(source)
     layout = options.layout or ("released" if is_released(config) else "flat")
     if options.like is not None:
@@ -221,9 +221,16 @@ def with_experts(config: dict[str, Any], experts: str) -> dict[str, Any]:
     return config
 
 
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{folder} holds no config.json; expected is a folder of save_pretrained, or a release")
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
 def _check_like(config: K3Config, like: Path) -> None:
     """The wrapper and the vision tensors of another model would make a release that nothing fits together in."""
-    other = K3Config.from_dict(json.loads((Path(like) / "config.json").read_text(encoding="utf-8")))
+    other = K3Config.from_dict(_read_config(like))
     differ = [name for name in _DIMENSIONS if getattr(other, name) != getattr(config, name)]
     if differ:
         each = ", ".join(f"{name}={getattr(other, name)!r} (source: {getattr(config, name)!r})" for name in differ[:3])
@@ -231,7 +238,7 @@ def _check_like(config: K3Config, like: Path) -> None:
 
 
 def _wrapper_of(like: Path) -> dict[str, Any]:
-    released = K3Config.from_dict(json.loads((Path(like) / "config.json").read_text(encoding="utf-8"))).released_config
+    released = K3Config.from_dict(_read_config(like)).released_config
     if released is None:
         raise ValueError(f"like={str(like)!r} is not in the released layout: it has no wrapper to take")
     # Where the block stood is the other directory's affair.

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness on two tasks made on the spot, without a network. Needs: pip install -e '.[eval]'
+"""lm-evaluation-harness on two tasks made on the spot, without a network. Needs: pip install 'modeling_k3[eval]'
 
 python examples/evaluation.py --limit 20
 """
@@ -22,7 +22,7 @@ try:
     from lm_eval.models.huggingface import HFLM
 except ModuleNotFoundError as error:
     raise SystemExit(
-        f"No module named {error.name!r}; lm-evaluation-harness comes with: pip install -e '.[eval]'"
+        f"No module named {error.name!r}; lm-evaluation-harness comes with: pip install 'modeling_k3[eval]'"
     ) from None
 
 

@@ -7,12 +7,12 @@ import argparse
 from pathlib import Path
 
 import torch
-from peft import PeftModel, get_peft_model
+from peft import PeftModel
 from real_text import questions
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 import modeling_k3  # noqa: F401  tells the Auto classes what K3 is, and peft what its experts are
-from modeling_k3.adapters import lora_config
+from modeling_k3.adapters import k3_lora
 from modeling_k3.training import PackingCollator
 
 
@@ -31,11 +31,8 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(
             f"--model {options.model}: give a folder with a checkpoint, or one of the hub. {error}".partition("\n")[0]
         )
-    model = get_peft_model(
-        AutoModelForCausalLM.from_pretrained(options.model, dtype="float32"),
-        lora_config("experts", r=options.rank),
-    )
-    model.print_trainable_parameters()
+    # Prints what will be trained before it allocates any of it.
+    model = k3_lora(AutoModelForCausalLM.from_pretrained(options.model, dtype="float32"), "experts", r=options.rank)
     texts = [f"# {question}\n# {answer}\n" for question, answer in questions()]
     rows = [{"input_ids": tokenizer.encode(text, split_special_tokens=True)} for text in texts]
     trainer = Trainer(

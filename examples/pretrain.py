@@ -1,6 +1,7 @@
-"""Pretrain a K3 from scratch with the library's Trainer: streamed text, packing, K3's optimizer, exact resuming.
+"""Train a K3 with the library's Trainer, from scratch or on: streamed text, packing, K3's optimizer, exact resuming.
 
 python examples/pretrain.py --output runs/pretrain --max-steps 300             # again: goes on from the last checkpoint
+python examples/pretrain.py --model examples/pico --lr 4e-4 --text my-code --output runs/continued
 """
 
 import argparse
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import torch
 from real_text import source_files
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Trainer, TrainingArguments
 from transformers.integrations import is_tensorboard_available
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -48,13 +49,22 @@ class Documents(torch.utils.data.IterableDataset):
                     yield {"input_ids": ids[start : start + self.length]}
 
 
+def start_model(model: str | None, config: str) -> PreTrainedModel:
+    """A trained model in float32, packed experts expanded so that they can be trained; or a new one of a config."""
+    if model is None:
+        return AutoModelForCausalLM.from_config(K3Config.from_pretrained(config))
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, dequantize=True)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Train, or go on training, and export the result as a release."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", default="runs/pretrain")
+    parser.add_argument("--model", help="train this one on: a folder, or one of the hub; default: from scratch")
     parser.add_argument("--text", help="folder of .py files; default: the standard library")
     parser.add_argument("--config", default=str(preset_path("pico")), help="folder with a config.json")
-    parser.add_argument("--tokenizer", default=str(PICO))
+    parser.add_argument("--tokenizer", help="default: the one of --model, or of examples/pico")
+    parser.add_argument("--lr", type=float, default=4e-3, help="a tenth of it suits a trained model")
     parser.add_argument("--max-steps", type=int, default=300)
     parser.add_argument("--save-steps", type=int, default=100)
     parser.add_argument("--length", type=int, default=512)
@@ -67,11 +77,11 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(f"--export {options.export} exists already; remove it or choose another folder")
 
     try:
-        config = K3Config.from_pretrained(options.config)
-        tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
+        tokenizer = AutoTokenizer.from_pretrained(options.tokenizer or options.model or str(PICO))
+        model = start_model(options.model, options.config)
     except (OSError, ValueError) as error:
-        parser.error(f"--config and --tokenizer take a folder, or one of the hub. {error}".partition("\n")[0])
-    model = AutoModelForCausalLM.from_config(config)
+        parser.error(f"--model, --config and --tokenizer take a folder, or one of the hub. {error}".partition("\n")[0])
+    rates = {"lr": options.lr, "muon_lr": 1.5 * options.lr}
     trainer = Trainer(
         model,
         TrainingArguments(
@@ -88,7 +98,7 @@ def main(arguments: list[str] | None = None) -> None:
         train_dataset=Documents(options.text, tokenizer, options.length),
         data_collator=PackingCollator(options.length, pad_token_id=tokenizer.pad_token_id),
         processing_class=tokenizer,
-        optimizer_cls_and_kwargs=(OptimizerFactory, {"lr": 4e-3, "muon_lr": 6e-3, "weight_decay": 0.1}),
+        optimizer_cls_and_kwargs=(OptimizerFactory, rates | {"weight_decay": 0.1}),
     )
     # At the front, so that TensorBoard sees the routers' and depth's figures: tensorboard --logdir runs/pretrain
     K3TrainingCallback(plot=Path(options.output) / "training.png").attach(trainer)

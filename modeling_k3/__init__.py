@@ -59,7 +59,13 @@ def _is_k3_command() -> bool:
         return False
 
 
-importlib.import_module(f"{__name__}.versions").check_versions()
+try:
+    importlib.import_module(f"{__name__}.versions").check_versions()
+except ImportError as error:
+    if _is_k3_command():
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    raise
 if not _is_k3_command():
     __getattr__("register")()
     # A copy of the flat files alone, as a hub repository holds it, has no adapters.

@@ -19,7 +19,7 @@ app = typer.Typer(
     name="k3",
     cls=Commands,
     help="Kimi K3 for transformers.",
-    epilog="Start with:\nk3 demo\nk3 generate examples/pico --prompt 'import os'",
+    epilog="Start with:\nk3 demo\nk3 generate --prompt 'import os'",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -158,10 +158,12 @@ def _train_demo(settings: dict[str, Any], options: dict[str, Any], model: Path |
         raise typer.Exit(INTERRUPTED) from None
 
 
-@app.command(epilog="Example: k3 generate examples/pico --prompt 'class Node:' --seed 0")
+@app.command(epilog="Examples:\nk3 generate --prompt 'class Node:' --seed 0\nk3 generate my-k3 --prompt 'def main('")
 def generate(
-    path: Annotated[Path, typer.Argument(help="Folder of a saved K3 checkpoint with its tokenizer.")],
     prompt: Annotated[str, typer.Option(help="Plain text to continue.")],
+    path: Annotated[
+        Path | None, typer.Argument(help="Folder of a saved K3 checkpoint and its tokenizer. Default: one comes along.")
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write at most.")] = 200,
     temperature: Annotated[float, typer.Option(min=0, help="0 always takes the likeliest token.")] = 0.8,
     top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens of this total probability.")] = 0.95,
@@ -173,12 +175,14 @@ def generate(
     def run() -> None:
         from transformers.utils import logging
 
+        from modeling_k3.demo import trained_path
         from modeling_k3.demo.text import Sampling, load, require_checkpoint, stream_text, streamer
 
         logging.disable_progress_bar()
         sampling = Sampling(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
-        require_checkpoint(path)
-        model, tokenizer = load(path, dtype.value)
+        folder = path or trained_path()
+        require_checkpoint(folder)
+        model, tokenizer = load(folder, dtype.value)
         typer.echo(prompt, nl=False)
         stream_text(model, tokenizer, prompt, sampling, streamer(tokenizer))
 

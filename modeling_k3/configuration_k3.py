@@ -1,6 +1,6 @@
 """K3Config: every number that shapes a K3 model, under the released field names, validated."""
 
-from .supported import CHECKED  # isort: skip  # noqa: F401
+from .supported import VERSIONS_CHECKED  # isort: skip  # noqa: F401
 from dataclasses import fields
 from os import PathLike
 from typing import Any
@@ -64,7 +64,8 @@ class K3Config(PreTrainedConfig):
         num_expert_group, topk_group (`int`): group-limited choice.
         router_balancing (`str`): what evens the load in training only: "quantile", "histogram" (the same from counts),
             "sign" (with `router_bias_update_rate`), "aux_loss" (with `router_aux_loss_coef`) or "none".
-        moe_expert_capacity_factor (`float`): in training an expert takes this times an even share; None: any number.
+        moe_expert_capacity_factor (`float`): in training an expert takes this times an even share of the batch, first
+            come, first served: rows and packed documents depend on those before them. None: any number.
         released_config (`dict`): what a released file carried beside the text model; None for a flat config.
 
     Raises:

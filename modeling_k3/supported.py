@@ -6,5 +6,5 @@ Another version of torch or transformers would otherwise be told by whatever nam
 from .versions import check_versions
 
 check_versions()
-#: There to be imported.
-CHECKED = True
+#: What importing files ask for.
+VERSIONS_CHECKED = True

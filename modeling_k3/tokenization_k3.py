@@ -7,7 +7,7 @@ Text that a user, a file or a tool wrote belongs into text mode. `apply_chat_tem
 segment, so that only the markup of the format itself becomes control tokens.
 """
 
-from .supported import CHECKED  # isort: skip  # noqa: F401
+from .supported import VERSIONS_CHECKED  # isort: skip  # noqa: F401
 import copy
 import os
 import re

@@ -5,7 +5,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 #: Lowest Python.
 PYTHON = (3, 11)
-#: Package -> lowest version, and the first that is too new (None: newer ones are let through). As in setup.cfg.
+#: Package -> lowest version, and the first that is too new (None: newer ones are let through). As in setup.cfg; of
+#: tokenizers, safetensors and huggingface_hub transformers itself refuses, when imported, what it is not made for.
 SUPPORTED: dict[str, tuple[str, str | None]] = {"torch": ("2.13", None), "transformers": ("5.24", "5.25")}
 
 
@@ -30,7 +31,9 @@ def check_versions() -> None:
     """
     if sys.version_info < PYTHON:
         found = ".".join(map(str, sys.version_info[:3]))
-        raise ImportError(f"modeling_k3 needs Python {'.'.join(map(str, PYTHON))} or newer and runs in {found}")
+        low = ".".join(map(str, PYTHON))
+        hint = f"an environment with it: python{low} -m venv .venv"
+        raise ImportError(f"modeling_k3 needs Python {low} or newer and runs in {found}; {hint}")
     for name, (low, high) in SUPPORTED.items():
         wanted = f"{name}>={low}" + (f",<{high}" if high else "")
         try:

@@ -101,8 +101,8 @@ def run_precision(
     except ValueError as error:
         raise UserError(str(error)) from None
     # Loading takes its time; what is misspelt is said before.
-    with open(text, "rb"):
-        pass
+    if not text.is_file():
+        raise UserError(f'--text {text} is no file. Expected is plain text, or a .jsonl with "prompt" and "answer".')
     loaded, tokenizer = load(Path(model), dtype)
 
     def encode(piece: str) -> list[int]:

@@ -1,14 +1,26 @@
-"""Small text and small models that several files share."""
+"""Small text, small models and the examples, which several files share."""
 
+import runpy
 import shutil
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from modeling_k3 import K3ForCausalLM, K3Tokenizer
 from tests.models import build, tiny_config
 from tests.uploads import BYTES
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], dict[str, Any]]:
+    """Load an example as its own script would be."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    return lambda name: runpy.run_path(str(EXAMPLES / f"{name}.py"))
 
 
 @pytest.fixture(scope="module")

@@ -41,6 +41,11 @@ def test_output_is_the_prompt_and_its_continuation(checkpoint: Path) -> None:
     assert result.stdout == f"def main({expected}\n"
 
 
+def test_without_a_folder_it_is_the_model_that_comes_along() -> None:
+    result = run("--prompt", "raise NotImpl", "--max-new-tokens", "12", "--temperature", "0")
+    assert result.exit_code == 0 and result.stdout.startswith("raise NotImplementedError"), result.output
+
+
 def test_seed_decides_the_text(checkpoint: Path) -> None:
     words = [str(checkpoint), "--prompt", "a", "--max-new-tokens", "20", "--temperature", "1.5"]
     first, again, other = (run(*words, "--seed", seed).stdout for seed in ("1", "1", "2"))

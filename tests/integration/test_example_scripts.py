@@ -1,10 +1,12 @@
-"""Every example of use runs with the small trained model, as a user would start it; the notebook runs cell by cell."""
+"""The examples of use run with the small trained model, as a user would start them; the notebook runs cell by cell.
+
+Those that train at length (pretrain, sft, dpo) are in `test_examples.py`, on a toy.
+"""
 
 import json
 import math
 import os
 import re
-import runpy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -26,13 +28,6 @@ from tests.tour import NOTEBOOK, code_cells, run_cells, stored
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PICO = EXAMPLES / "pico"
 NAMES = "generate pipeline lora lora_experts low_bit_offload attention_maps evaluation".split()
-
-
-@pytest.fixture
-def example(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], dict[str, Any]]:
-    """Load an example as its own script would be."""
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    return lambda name: runpy.run_path(str(EXAMPLES / f"{name}.py"))
 
 
 def test_generate_streams_a_continuation(
@@ -88,8 +83,10 @@ def test_lora_is_merged_into_released_names(
         *((name, ["--model", "nowhere"], "--model nowhere: ") for name in NAMES),
         ("push_to_hub", ["me/x", "--model", "nowhere"], "--model nowhere: "),
         ("chat", ["nowhere", "hello"], "nowhere: "),
-        ("pretrain", ["--tokenizer", "nowhere"], "--config and --tokenizer "),
-        ("pretrain", ["--config", "nowhere"], "--config and --tokenizer "),
+        *(
+            ("pretrain", [option, "nowhere"], "--model, --config and ")
+            for option in ("--model", "--tokenizer", "--config")
+        ),
     ],
 )
 def test_a_model_that_is_not_there_is_one_line(
@@ -171,7 +168,7 @@ def test_evaluation_without_the_harness_says_what_to_install(
     example: Callable[[str], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    with pytest.raises(SystemExit, match=r"lm_eval.*pip install -e '\.\[eval\]'$"):
+    with pytest.raises(SystemExit, match=r"lm_eval.*pip install 'modeling_k3\[eval\]'$"):
         example("evaluation")
 
 

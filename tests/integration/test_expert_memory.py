@@ -211,6 +211,23 @@ def test_options(checkpoint: Path) -> None:
         model.limit_expert_memory("1GiB")
 
 
+def test_too_little_memory_is_said_before_anything_is_read(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill(*args: Any) -> None:
+        raise AssertionError("weights are read")
+
+    monkeypatch.setattr("modeling_k3.persistence.fill", fill)
+    with pytest.raises(ValueError, match=rf"expert_memory={2 * ONE - 1} bytes; allowed are {2 * ONE}, "):
+        load(checkpoint, expert_memory=2 * ONE - 1)
+    stacks = EXPERTS * (LAYERS - 1) * ONE
+    for options, needed in (({"expert_storage": "packed"}, stacks), ({"dequantize": True}, stacks * 64 // 17)):
+        monkeypatch.setattr("modeling_k3.placement.available_memory", lambda needed=needed: needed - 1)
+        with pytest.raises(ValueError, match=r"takes 0\.0\d GB for routed experts, .* allowed is 'mapped'"):
+            load(checkpoint, **options)
+        monkeypatch.setattr("modeling_k3.placement.available_memory", lambda needed=needed: needed)
+        with pytest.raises(AssertionError):
+            load(checkpoint, **options)
+
+
 def test_limits_change_and_end(checkpoint: Path, expected: list[Tensor]) -> None:
     model = load(checkpoint, expert_storage="mapped")
     for budget in ("1MiB", 4 * ONE, None):

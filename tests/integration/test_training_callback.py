@@ -16,7 +16,7 @@ from modeling_k3.training.callback import K3TrainingCallback
 from tests.models import build, tiny_config, token_ids, within
 
 FIGURES = {
-    *("router_entropy", "router_max_violation", "router_dropped"),
+    *("router_entropy", "router_mean_violation", "router_max_violation", "router_peak_violation", "router_dropped"),
     *("depth_entropy", "depth_largest_weight", "depth_query_norm"),
 }
 
@@ -128,6 +128,30 @@ def test_the_picture_is_drawn_while_training_but_takes_little_of_it(
     trainer_of(tmp_path, 5, K3TrainingCallback(plot=tmp_path / "training.png")).train()
     # At the first entry, and at the last, which is drawn once the training is over.
     assert drawn[0] == 1 and drawn[-1] == 5 and len(drawn) == 2
+
+
+def test_a_run_that_logs_nothing_has_a_picture_of_what_it_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[tuple[Any, Any]] = []
+    monkeypatch.setattr(
+        "modeling_k3.training.callback.draw_training",
+        lambda path, log, loads, depth, **options: drawn.append((loads, depth)),
+    )
+    trainer_of(tmp_path, 2, K3TrainingCallback(plot=tmp_path / "training.png"), logging_strategy="no").train()
+    ((loads, depth),) = drawn
+    assert [sum(load) for load in loads.values()] == [2 * 2 * 10 * 2] * 2 and len(depth) == 4
+
+
+def test_violations_do_not_depend_on_how_often_is_logged(tmp_path: Path) -> None:
+    logs = []
+    for every in (1, 4):
+        trainer = trainer_of(tmp_path / str(every), 4, K3TrainingCallback(), logging_steps=every)
+        trainer.train()
+        logs.append([entry for entry in trainer.state.log_history if "loss" in entry])
+    often, (rare,) = logs
+    means, peaks = ([e[f"router_{name}_violation"] for e in often] for name in ("mean", "peak"))
+    assert len(often) == 4 and min(means) > 0.05
+    assert rare["router_mean_violation"] == pytest.approx(sum(means) / 4, rel=1e-5)
+    assert rare["router_peak_violation"] == pytest.approx(max(peaks), rel=1e-5)
 
 
 @pytest.mark.parametrize("method", ["quantile", "histogram", "sign"])

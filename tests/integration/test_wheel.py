@@ -1,7 +1,7 @@
 """The wheel holds what the tree holds, and works: in an environment of its own, from another directory.
 
-The environment sees this one's torch and transformers (no network), and not this one's modeling_k3, which is installed
-from the tree: its finder is kept out.
+The environment holds what pip would bring along with the wheel and nothing else, as links to what is installed here (no
+network): the packages that it requires, theirs, and so on.
 """
 
 import os
@@ -10,14 +10,16 @@ import shlex
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tarfile
 import venv
 from collections.abc import Iterator
+from email.parser import HeaderParser
+from importlib.metadata import distribution
 from pathlib import Path, PurePosixPath
 from zipfile import ZipFile
 
 import pytest
+from packaging.requirements import Requirement
 
 import modeling_k3
 from tests.layout_source import ROOT, tracked_files
@@ -68,17 +70,46 @@ def wheel(wheel_path: Path) -> Iterator[ZipFile]:
         yield opened
 
 
+def link_required(requirements: list[str], extra: str, folder: Path) -> None:
+    """Link into `folder` what is installed here of some requirements, of theirs, and so on.
+
+    Args:
+        requirements: as in the metadata of a wheel.
+        extra: name of the extra that is asked for; "" for none.
+    """
+    todo, seen = [(Requirement(line), extra) for line in requirements], set()
+    while todo:
+        wanted, asked = todo.pop()
+        if wanted.marker and not wanted.marker.evaluate({"extra": asked}):
+            continue
+        found = distribution(wanted.name)
+        assert wanted.specifier.contains(found.version, prereleases=True), f"{wanted}: {found.version} is installed"
+        # Hooks into imports (.pth files) and programs are left where they are.
+        for top in {file.parts[0] for file in found.files or () if file.parts[0] not in ("..", "__pycache__")}:
+            link = folder / top
+            if not link.exists() and link.suffix != ".pth":
+                link.symlink_to(Path(str(found.locate_file(top))))
+        for name in {"", *wanted.extras} - {name for package, name in seen if package == wanted.name}:
+            seen.add((wanted.name, name))
+            todo += [(Requirement(line), name) for line in found.requires or ()]
+
+
 @pytest.fixture(scope="module")
-def clean(wheel_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An environment with the wheel in it, and this one's other packages in sight; returns its folder of programs."""
+def clean(wheel: ZipFile, wheel_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment with the wheel and what it requires; returns its folder of programs."""
     folder = tmp_path_factory.mktemp("clean")
     venv.EnvBuilder(with_pip=False).create(folder)
     (packages,) = folder.glob("lib/python*/site-packages")
-    # A line of a path file is a folder; files in it that hook into imports, as editable installs do, stay unread.
-    (packages / "rest.pth").write_text(f"{sysconfig.get_paths()['purelib']}\n{sysconfig.get_paths()['platlib']}\n")
+    link_required(requirements(wheel), "", packages)
     options = ["--no-deps", "--no-index", "--disable-pip-version-check", "--ignore-installed"]
-    run([str(folder / "bin" / "python"), "-m", "pip", "install", *options, str(wheel_path)], folder)
+    python = str(folder / "bin" / "python")
+    run([sys.executable, "-m", "pip", "--python", python, "install", *options, str(wheel_path)], folder)
     return folder / "bin"
+
+
+def requirements(wheel: ZipFile) -> list[str]:
+    """What the wheel says that it needs."""
+    return HeaderParser().parsestr(_read_metadata(wheel, "METADATA")).get_all("Requires-Dist")
 
 
 def _installed_name(name: str) -> str:
@@ -154,11 +185,49 @@ def test_first_steps_with_the_wheel_alone(clean: Path, tmp_path: Path) -> None:
     assert (tmp_path / "made" / "modeling_k3.py").is_file() and (tmp_path / "made" / "README.md").is_file()
 
 
-def test_the_readme_runs_with_the_wheel_alone(clean: Path, tmp_path: Path) -> None:
-    """All blocks of it in one session, from another directory, on the trained model that is in the wheel."""
-    place = "import sys, modeling_k3\nassert modeling_k3.__file__.startswith(sys.prefix), modeling_k3.__file__\n"
-    said = run([str(clean / "python"), "-c", place + "\n".join(_BLOCKS)], tmp_path)
-    assert len(_BLOCKS) > 2 and said.startswith("raise NotImplementedError\n") and len(said) > 100
+def test_only_what_the_wheel_requires_is_there(clean: Path, tmp_path: Path) -> None:
+    code = "import importlib.util as u; print(*map(u.find_spec, 'torch peft trl pytest tests'.split()), sep='\\n')"
+    found = run([str(clean / "python"), "-c", code], tmp_path).splitlines()
+    assert found[0].startswith("ModuleSpec") and found[1:] == ["None"] * 4
+
+
+#: Prints modules that cannot be imported, with the reason.
+_IMPORT_ALL = """
+import importlib, pkgutil, modeling_k3
+for found in pkgutil.walk_packages(modeling_k3.__path__, "modeling_k3."):
+    try:
+        importlib.import_module(found.name)
+    except ImportError as error:
+        print(found.name, error)
+"""
+
+
+def test_every_module_is_imported_with_what_the_wheel_requires(clean: Path, tmp_path: Path) -> None:
+    failed = run([str(clean / "python"), "-c", _IMPORT_ALL], tmp_path).splitlines()
+    # Adapters are an extra, and say so.
+    assert failed and all(re.match(r"modeling_k3\.adapters\.\w+ .*\bpeft\b", line) for line in failed), failed
+
+
+@pytest.mark.parametrize("extra", ["", "peft"])
+def test_the_readme_runs_with_the_wheel_alone(extra: str, clean: Path, wheel: ZipFile, tmp_path: Path) -> None:
+    """All blocks of it in one session, from another directory, on the trained model that is in the wheel.
+
+    The block about LoRA says that it needs an extra, and is left out where that is not installed.
+    """
+    (tmp_path / "extra").mkdir()
+    link_required(requirements(wheel) if extra else [], extra, tmp_path / "extra")
+    blocks = [block for block in _BLOCKS if extra or "import get_peft_model" not in block]
+    place = """
+        import importlib.util, sys
+        sys.path.append("extra")
+        import modeling_k3
+        assert modeling_k3.__file__.startswith(sys.prefix), modeling_k3.__file__
+        assert bool(importlib.util.find_spec("peft")) is EXTRA
+    """
+    place = "\n".join(line.strip() for line in place.replace("EXTRA", str(bool(extra))).splitlines())
+    said = run([str(clean / "python"), "-c", "\n".join([place, *blocks])], tmp_path)
+    assert len(_BLOCKS) - len(blocks) == (0 if extra else 1)
+    assert said.startswith("raise NotImplementedError\n") and ("trainable: " in said) is bool(extra)
 
 
 def test_the_commands_of_the_readme_with_the_wheel_alone(clean: Path, tmp_path: Path) -> None:
@@ -166,11 +235,10 @@ def test_the_commands_of_the_readme_with_the_wheel_alone(clean: Path, tmp_path: 
     lines = re.findall(
         r"^\.venv/bin/k3 (.*?) *(?:#.*)?$", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE
     )
-    (pico,) = clean.parent.glob("lib/python*/site-packages/modeling_k3/pico")
     chosen = [line for line in lines if not re.search(r"\bMODEL\b|--train", line)]
-    assert len(chosen) > 4 and any(line.startswith("generate examples/pico ") for line in chosen)
+    assert len(chosen) > 4 and any(line.startswith("generate --prompt ") for line in chosen)
     for line in chosen:
-        assert run([str(clean / "k3"), *shlex.split(line.replace("examples/pico", str(pico)))], tmp_path), line
+        assert run([str(clean / "k3"), *shlex.split(line)], tmp_path), line
 
 
 def test_the_trained_model_is_in_the_wheel(clean: Path, wheel: ZipFile, wheel_path: Path, tmp_path: Path) -> None:

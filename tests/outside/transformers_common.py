@@ -8,7 +8,10 @@ some of them need and say nowhere:
 * names of our classes in the library's own tables, by which it tells a decoder from a head.
 
 Not in the distribution, and so not run: its tests of generation and export, and those of pipelines, which want models
-from the hub; of parallelism the plans are tested, and what starts processes is for models on a list of its own.
+from the hub. In it and not run: `test_fsdp_mixin`, which imports what starts processes from a file that is left out
+and wants a `base_model_fsdp_plan`, which K3 lacks; `test_memory_cleanup_mixin`, which holds no test (it tidies up after
+tests with models from the hub). Of tensor and expert parallelism the plans are tested; what starts processes is for
+models on a list of the library's own, and skips itself.
 """
 
 import functools
@@ -40,6 +43,7 @@ from tests.models import tiny_config
 sys.path.insert(0, os.path.abspath(os.environ["OUTSIDE_TESTS"]))
 
 from transformers_tests.test_configuration_common import ConfigTester
+from transformers_tests.test_expert_parallel_mixin import ExpertParallelTesterMixin
 from transformers_tests.test_modeling_common import ModelTesterMixin
 from transformers_tests.test_tensor_parallel_mixin import TensorParallelTesterMixin
 from transformers_tests.test_training_mixin import TrainingTesterMixin
@@ -59,6 +63,8 @@ NOT_FOR_K3 = {
     "test_bc_cache_name_forward": "it wants a DynamicCache; tests/unit/test_modeling_calls.py has the old cache name",
     "test_model_rope_scaling_frequencies": "K3 has no positions",
     "test_model_rope_with_partial_rotation": "K3 has no positions",
+    "test_sdpa_can_dispatch_composite_models": "K3 is one model, not made of others; "
+    "test_sdpa_can_dispatch_non_composite_models runs",
 }
 
 
@@ -120,7 +126,9 @@ class TinyK3:
         return self.get_config(), {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
-class K3ModelTest(ModelTesterMixin, TrainingTesterMixin, TensorParallelTesterMixin, unittest.TestCase):
+class K3ModelTest(
+    ModelTesterMixin, TrainingTesterMixin, TensorParallelTesterMixin, ExpertParallelTesterMixin, unittest.TestCase
+):
     all_model_classes = (K3Model, K3ForCausalLM, K3ForSequenceClassification, K3ForTokenClassification)
     model_tester: Any = None
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from modeling_k3 import K3ForCausalLM
-from modeling_k3.low_bits import BITS, low_bit_bytes, quantize_experts
-from modeling_k3.planning.components import weight_bytes
+from modeling_k3.low_bits import BITS, quantize_experts
+from modeling_k3.planning.components import low_bit_bytes, weight_bytes
 from modeling_k3.planning.shape import read_shape
 from tests.checkpoints import read_directory, released
 from tests.models import build, tiny_config, token_ids

@@ -16,7 +16,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = {path: path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
 
 
-def test_a_newcomer_is_through_in_five_minutes() -> None:
+def test_the_readme_is_short_and_leads_to_every_page() -> None:
     assert len(README.splitlines()) <= 200
     assert {path.name for path in PAGES} - {"README.md"} == set(re.findall(r"\(docs/([a-z]+\.md)\)", README))
 
@@ -38,8 +38,9 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert not dead
 
 
-def test_the_first_block_begins_with_the_import_that_registers() -> None:
-    first = re.search(r"```python\n(.*?)```", README, re.DOTALL)[1]
+def test_the_first_block_follows_the_set_up_and_begins_with_the_import_that_registers() -> None:
+    before, first, _ = re.split(r"```python\n(.*?)```", README, maxsplit=1, flags=re.DOTALL)
+    assert "\nmake setup " in before and "\npip install -e . " in before
     assert first.startswith("import modeling_k3") and "path = trained_path()" in first
 
 
@@ -58,6 +59,13 @@ def test_commands_exist() -> None:
     assert set(re.findall(r"^make ([a-z-]+)", text, re.MULTILINE)) <= targets
     commands = set(typer.main.get_command(app).commands)
     assert set(re.findall(r"\bk3 ([a-z]+)\b", text)) <= commands
+
+
+def test_pictures_of_the_docs_are_small_and_shown() -> None:
+    pictures = sorted((ROOT / "docs" / "pictures").iterdir())
+    assert [path.name for path in pictures] == ["attention.png", "depth.png", "experts.png"]
+    for path in pictures:
+        assert path.stat().st_size < 400_000 and f"(pictures/{path.name})" in PAGES[ROOT / "docs" / "training.md"]
 
 
 BLOCKS = {page: re.findall(r"```python\n(.*?)```", text, re.DOTALL) for page, text in PAGES.items()}

@@ -1,5 +1,6 @@
 """What routing adds while a model trains: an order among ties, a capacity, the balancing loss."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -159,3 +160,25 @@ def test_checkpointing_keeps_the_balancing_gradient_or_says_so() -> None:
     model.enable_input_require_grads()
     with pytest.raises(ValueError, match="use_reentrant"):
         model(ids, labels=ids)
+
+
+def test_of_a_routers_copies_the_balancing_loss_is_about_the_one_that_chose() -> None:
+    """peft's `modules_to_save` keeps the router and puts a trained copy beside it, here with another bias."""
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(target_modules=["o_proj"], modules_to_save=["gate"])
+    model = peft.get_peft_model(aux_model(layers="KMM", first_k_dense_replace=0), lora).train()
+    routers = {name: module for name, module in model.named_modules() if isinstance(module, K3Router)}
+    with torch.no_grad():
+        for seed, router in enumerate(routers.values()):
+            router.e_score_correction_bias.normal_(generator=torch.Generator().manual_seed(seed))
+    copies = [router for name, router in routers.items() if "modules_to_save" in name]
+    originals = [router for name, router in routers.items() if "original_module" in name]
+    assert len(copies) == len(originals) == 3
+    ids, found = token_ids(2, 12), []
+    for used in (copies, originals):
+        with nullcontext() if used is copies else model.disable_adapter():
+            output = model(input_ids=ids, output_router_logits=True)
+        losses = [r.balance_loss(each).item() for r, each in zip(used, output.router_logits, strict=True)]
+        assert output.aux_loss.item() == pytest.approx(sum(losses) / 3, rel=1e-6)
+        found.append(output.aux_loss.item())
+    assert abs(found[0] - found[1]) > 1e-3

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,30 @@ def test_figures_on_the_card_name_commands_that_exist() -> None:
         assert not [name for name in files if not (ROOT / name).exists()], what
 
 
+def test_figures_of_kda_precision_and_pico_are_the_measured_ones() -> None:
+    results = ROOT / "benchmarks" / "results"
+    rows = json.loads((results / "kda" / "results.json").read_text())["results"]
+    kda = {(row["contender"], row["backward"]): row for row in rows if (row["length"], row["heads"]) == (4096, 8)}
+    ours = [kda["chunk", way] for way in (False, True)]
+    slow, kept = (
+        [kda[name, row["backward"]]["milliseconds"] / row["milliseconds"] for row in ours]
+        for name in ("native", "native, memory kept")
+    )
+    runs = json.loads((results / "precision.json").read_text())["runs"]
+    half = runs["bfloat16"]
+    pico = json.loads((ROOT / "examples" / "pico" / "report.json").read_text())["bits_per_byte"]
+    for figure in (
+        f"| {100 * ours[0]['share_of_matmul']:.0f} %*; {slow[0]:.0f}, {slow[1]:.0f} (with an allocator that keeps "
+        f"memory {kept[0]:.0f}, {kept[1]:.0f})*",
+        f"pico, {runs['float32']['tokens']:,} tokens",
+        f"bfloat16 {half['forced_kl']:.1e} nats ({100 * half['forced_top1']:.2f} % same",
+        f"float32 {runs['float32']['forced_kl']:.1e} |",
+        f"{pico['after']:.3f} bits per byte (gzip -9: {pico['references']['gzip -9']:.2f}, ",
+        f"xz: {pico['references']['lzma']:.2f}) |",
+    ):
+        assert figure.replace("e-0", "e-") in CARD, figure
+
+
 def test_figures_on_the_card_are_the_measured_ones() -> None:
     results = {path.stem: json.loads(path.read_text()) for path in (ROOT / "benchmarks" / "results").glob("*.json")}
     decode = {
@@ -86,16 +111,67 @@ def test_figures_on_the_card_are_the_measured_ones() -> None:
     load = {name: found["load_s"] for name, found in results["load"]["results"].items()}
     lora = {name: found["peak_over_checkpoint"] for name, found in results["lora"]["contenders"].items()}
     whole, forward = results["full_size_load"]["load"], results["full_size"]["forward"]
-    balance = {name: found["steps_to_goal"] for name, found in results["balance"]["results"].items()}
+    quantile, sign, slow = (
+        results["balance"]["results"][name] for name in ("quantile", "sign, rate 0.01", "sign, rate 0.001")
+    )
+    assert slow["first_step_at_goal"] is None
+    step, ratios = results["train_step"]["results"], results["train_step"]["ratios"]
+    kimi, own = (ratios[name] for name in ("ours, Kimi Linear / native, Kimi Linear", "ours / native"))
+    worst = {name: 100 * error for name, error in results["memory"]["worst_error"].items()}
+    off = {mode: worst[f"{mode}, process"] for mode in ("train", "infer")}
+    off["tensors"] = max(error for name, error in worst.items() if "tensors" in name)
+    cold = [f"{row['step_s_expected']:.2f}, {row['step_s']:.2f}" for row in results["offload"]["cold"].values()]
     for figure in (
         f"{decode['absorbed']:.0f}; {decode['expanded']:.0f}; {decode['transformers Kimi Linear']:,.0f} ms",
         f"{load['mapped']:.1f}, {load['packed']:.1f}, {load['dense']:.0f}; {load['transformers']:.0f} s",
-        f"{lora['packed LoRA']:.2f}; {lora['bf16 LoRA']:.2f}",
+        "; ".join(f"{lora[n]:.2f}" for n in ("packed LoRA", "default environment", "QLoRA", "bf16 LoRA")),
+        *(f"`{name}`" for name in results["lora"]["environment"]),
         f"{whole['load_s']:.1f} s, {whole['peak_grown_resident_bytes'] / 1e9:.2f} GB",
         f"{forward['forward_s']:,.0f} s*, {forward['peak_grown_anonymous_bytes'] / 1e9:.2f} GB",
-        f"within {100 * max(results['memory']['worst_error'].values()):.0f} %",
-        f"| {balance['quantile']}; {balance['sign, rate 0.01']} |",
+        f"within {off['tensors']:.0f} %; {off['train']:.0f} %; {off['infer']:.0f} % |",
+        f"| {cold[0]}; {cold[1]}; {results['offload']['warm']['mapped_over_packed']:.2f} |",
+        "| "
+        + "; ".join(f"{way['first_step_at_goal']}, {way['steps_to_goal']}" for way in (quantile, sign))
+        + "; never",
+        f"never ({slow['last_before_shift']:.2f} times at the end) |",
+        f"{kimi['ratio']:.1f}*; {own['ratio']:.1f}*; {step['ours']['tokens_per_second']:.0f}* |",
+        *(
+            f"(goal {each['goal']:.0f}: {'' if each['ratio'] >= each['goal'] else 'not '}reached)"
+            for each in (kimi, own)
+        ),
+        f"configuration of {step['ours, Kimi Linear']['parameters'] / 1e6:.0f} million",
+        f"shape of {step['ours']['parameters'] / 1e6:.0f} million",
+        f"same widths, {step['native']['parameters'] / 1e6:.0f} million",
         " / ".join(f"{run['cost_of_packing']:+.4f}" for run in reversed(results["qat"]["runs"])),
         f"{results['tokenizer']['texts']['standard library']['k3_s']:.2f} s",
     ):
         assert figure in CARD, figure
+
+
+def test_figures_on_the_page_about_training_are_the_measured_ones() -> None:
+    page, results = " ".join((ROOT / "docs" / "training.md").read_text().split()), ROOT / "benchmarks" / "results"
+    attn_res, lora, balance = (json.loads((results / f"{n}.json").read_text()) for n in ("attn_res", "lora", "balance"))
+    low, high, higher, lost = (attn_res["runs"][rate] for rate in ("0.003", "0.03", "0.3", "1.0"))
+    gentle = [runs for rate, runs in attn_res["runs"].items() if float(rate) <= 0.3]
+    rises = [max(runs[name]["worst_rise"] for runs in gentle) for name in ("AttnRes", "plain residuals")]
+    peaks = {name: found["peak_over_checkpoint"] for name, found in lora["contenders"].items()}
+    ours, plain = attn_res["saved_bytes_by_depth"].values()
+
+    def pair(runs: dict, figure: Callable[[dict], str]) -> str:
+        return " against ".join(figure(runs[name]) for name in ("AttnRes", "plain residuals"))
+
+    for figure in (
+        *("(" + pair(runs, lambda run: f"{run['held_out_bits']:.2f}") for runs in (low, high)),
+        f"at most {rises[0]:.2f} and {rises[1]:.2f} bits",
+        f"lost ({lost['AttnRes']['held_out_bits']:.1f} bits",
+        *(pair(runs, lambda run: f"{max(run['gradient_norms']):,.0f}") for runs in (high, higher)),
+        f"{ours['8'] / plain['8'] - 1:.0%} more than plain residuals at 8 layers".replace("%", " %"),
+        f"{ours['32'] / plain['32'] - 1:.0%} at 32".replace("%", " %"),
+        f"{peaks['default environment']:.2f} times the checkpoint",
+        f"this brings it to {peaks['packed LoRA']:.2f} (and bfloat16 experts to {peaks['bf16 LoRA']:.2f})",
+        f"peaks at {peaks['QLoRA']:.2f} with the same adapter",
+        " ".join(f"{name}={value}" for name, value in lora["environment"].items()),
+        f"after {balance['results']['quantile']['steps_to_goal']} step, the sign rule after "
+        f"{balance['results']['sign, rate 0.01']['first_step_at_goal']} at rate 0.01",
+    ):
+        assert figure in page, figure

@@ -89,8 +89,10 @@ def test_nothing_to_train_and_unknown_rules_are_refused() -> None:
         parameter_groups(frozen)
     with pytest.raises(ValueError, match="rule='sgd' is unknown"):
         MuonAdamW([{"params": list(nn.Linear(8, 8).parameters()), "rule": "sgd"}])
-    with pytest.raises(ValueError, match=r"shape \(12, 8\).*blocks=\(5,\)"):
+    with pytest.raises(ValueError, match=r"parameter 0 of group 0 has shape \(12, 8\).*blocks=\(5,\)"):
         Muon([{"params": [nn.Parameter(torch.zeros(12, 8))], "blocks": (5,)}])
+    with pytest.raises(ValueError, match=r"parameter wide\.bias has shape \(8,\)"):
+        Muon([("wide.bias", nn.Parameter(torch.zeros(8)))])
     with pytest.raises(ValueError, match="momentum=1"):
         Muon([nn.Parameter(torch.zeros(8, 8))], momentum=1.0)
 

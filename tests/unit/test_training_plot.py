@@ -24,7 +24,7 @@ def figure_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *arguments: Any) 
 def entry(step: int) -> dict[str, Any]:
     return {
         "step": step, "loss": 6.0 / step, "grad_norm": 1.0, "learning_rate": 1e-3, "router_max_violation": 0.5,
-        "router_dropped": 0.0, "depth_entropy": 0.9, "depth_largest_weight": 0.6,
+        "router_mean_violation": 0.25, "router_dropped": 0.0, "depth_entropy": 0.9, "depth_largest_weight": 0.6,
     }  # fmt: skip
 
 
@@ -37,6 +37,7 @@ def test_lines_are_the_logs_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert lines["training"] == [[step, 6.0 / step] for step in range(1, 6)]
     assert lines["evaluation"] == [[3, 2.5]]
     assert lines["worst layer, max / mean"] == [[step, 1.5] for step in range(1, 6)]
+    assert lines["mean of the layers"] == [[step, 1.25] for step in range(1, 6)]
     assert [x for x, _ in lines["norm of the gradient"]] == [1, 3, 4, 5]
     assert "step 5, loss 1.200" in figure.get_suptitle()
     images = [axes.images[0] for axes in figure.axes if axes.images]

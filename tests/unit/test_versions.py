@@ -1,8 +1,10 @@
 """The supported versions: one table, the same everywhere it is stated, and a plain error."""
 
 import configparser
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -48,7 +50,7 @@ def test_other_versions_are_refused(name: str, found: str | None, says: str, mon
 
 def test_an_old_python_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions.sys, "version_info", (3, 10, 14))
-    with pytest.raises(ImportError, match=r"Python 3\.11 or newer and runs in 3\.10\.14"):
+    with pytest.raises(ImportError, match=r"Python 3\.11 or newer and runs in 3\.10\.14; .*: python3\.11 -m venv"):
         check_versions()
 
 
@@ -65,6 +67,28 @@ def test_the_readme_says_the_same() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     (row,) = [line for line in text.splitlines() if line.startswith("| supported |")]
     assert [cell.strip() for cell in row.strip("|").split("|")][1:] == ["3.11 and newer", "2.13 and newer", "5.24"]
+
+
+@pytest.mark.parametrize(("name", "found"), [("transformers", "4.57.1"), ("torch", "2.9.0")])
+def test_the_command_says_it_in_one_line(name: str, found: str, tmp_path: Path) -> None:
+    """Started as pip installs it, where another version stands first on the path."""
+    script = tmp_path / "k3"
+    script.write_text("import sys\nfrom modeling_k3.cli import main\nsys.exit(main())\n")
+    metadata = tmp_path / "packages" / f"{name}-{found}.dist-info" / "METADATA"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {found}\n")
+    path = os.pathsep.join([str(tmp_path / "packages"), str(ROOT)])
+    done = subprocess.run(
+        [sys.executable, str(script), "--help"],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    assert done.returncode == 2 and not done.stdout
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"error: modeling_k3 needs {name}>=") and f"found {name} {found}: pip install '" in line
 
 
 def test_the_check_comes_first_and_costs_nothing() -> None:
