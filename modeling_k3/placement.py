@@ -112,7 +112,8 @@ def available_memory() -> int:
         free += [int(found[1]) * 1024] if found else []
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
         if limit != "max":
-            used, counts = (Path(f"/sys/fs/cgroup/memory.{name}").read_text() for name in ("current", "stat"))
+            files = (Path(f"/sys/fs/cgroup/memory.{name}") for name in ("current", "stat"))
+            used, counts = (file.read_text(encoding="utf-8") for file in files)
             # Pages of files are charged as well, and given back.
             cached = re.findall(r"^(?:in)?active_file (\d+)", counts, re.MULTILINE)
             free.append(int(limit) - int(used) + sum(map(int, cached)))
