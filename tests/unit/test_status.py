@@ -110,6 +110,7 @@ def test_figures_on_the_card_are_the_measured_ones() -> None:
     }
     load = {name: found["load_s"] for name, found in results["load"]["results"].items()}
     lora = {name: found["peak_over_checkpoint"] for name, found in results["lora"]["contenders"].items()}
+    plan = results["full_size_plan"]
     whole, forward = results["full_size_load"]["load"], results["full_size"]["forward"]
     quantile, sign, slow = (
         results["balance"]["results"][name] for name in ("quantile", "sign, rate 0.01", "sign, rate 0.001")
@@ -128,6 +129,7 @@ def test_figures_on_the_card_are_the_measured_ones() -> None:
         *(f"`{name}`" for name in results["lora"]["environment"]),
         f"{whole['load_s']:.1f} s, {whole['peak_grown_resident_bytes'] / 1e9:.2f} GB",
         f"{forward['forward_s']:,.0f} s*, {forward['peak_grown_anonymous_bytes'] / 1e9:.2f} GB",
+        f"{plan['load_s']:.1f} s; {plan['held_bytes'] / 1e9:.1f} GB; {sorted(plan['step_s'])[1]:.0f} s |",
         f"within {off['tensors']:.0f} %; {off['train']:.0f} %; {off['infer']:.0f} % |",
         f"| {cold[0]}; {cold[1]}; {results['offload']['warm']['mapped_over_packed']:.2f} |",
         "| "
