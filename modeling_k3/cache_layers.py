@@ -25,7 +25,23 @@ NOT_LOGGED = (
 )
 
 
-class K3LinearLayer(LinearAttentionCacheLayerMixin):
+class BatchRows:
+    """Choosing among the rows of a batch, for a layer whose `map_tensors` replaces all it holds."""
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Keep the rows `beam_idx`, in this order."""
+        self.map_tensors(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows `indices` (numbers or a mask)."""
+        self.map_tensors(lambda x: x[indices.to(x.device)])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row `repeats` times."""
+        self.map_tensors(lambda x: x.repeat_interleave(repeats, dim=0))
+
+
+class K3LinearLayer(BatchRows, LinearAttentionCacheLayerMixin):
     """State of one KDA layer. Tensors are replaced, never written to, so that copies of a cache stay independent."""
 
     is_compileable = False
@@ -188,18 +204,6 @@ class K3LinearLayer(LinearAttentionCacheLayerMixin):
         """Move everything back to the device where it was computed."""
         if self.device is not None:
             self.map_tensors(lambda x: x.to(self.device, non_blocking=True))
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Keep the rows `beam_idx`, in this order."""
-        self.map_tensors(lambda x: x.index_select(0, beam_idx.to(x.device)))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows `indices` (numbers or a mask)."""
-        self.map_tensors(lambda x: x[indices.to(x.device)])
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row `repeats` times."""
-        self.map_tensors(lambda x: x.repeat_interleave(repeats, dim=0))
 
 
 class K3LatentLayer(DynamicLayer):

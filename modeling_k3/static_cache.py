@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .cache import K3Cache
-from .cache_layers import K3LatentLayer, K3LinearLayer
+from .cache_layers import BatchRows, K3LatentLayer, K3LinearLayer
 from .configuration_k3 import K3Config
 
 
@@ -98,7 +98,7 @@ class K3StaticLinearLayer(_Counted, K3LinearLayer):
         super().map_tensors(lambda x: _owned(fn(x)))
 
 
-class K3StaticLatentLayer(_Counted, K3LatentLayer):
+class K3StaticLatentLayer(_Counted, BatchRows, K3LatentLayer):
     """Latents of one MLA layer in two buffers, made when the first token comes and kept by `reset`.
 
     `keys` and `values` are what is filled. Only what lies behind it is ever written to, so that a call that failed is
@@ -201,18 +201,6 @@ class K3StaticLatentLayer(_Counted, K3LatentLayer):
             self._set_count(self.get_seq_length(), self.buffers[0].device)
         else:
             self.buffers = None
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Keep the rows `beam_idx`, in this order."""
-        self.map_tensors(lambda x: x.index_select(0, beam_idx.to(x.device)))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows `indices` (numbers or a mask)."""
-        self.map_tensors(lambda x: x[indices.to(x.device)])
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row `repeats` times."""
-        self.map_tensors(lambda x: x.repeat_interleave(repeats, dim=0))
 
 
 class K3StaticCache(K3Cache):
