@@ -16,6 +16,18 @@ def rms_normalize(x: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
 
 
+def _norm_and_scale(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """n = x r and r = 1 / sqrt(mean(x^2) + eps), in at least float32."""
+    wide = upcast(x)
+    r = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return wide * r, r
+
+
+def _through_norm(dn: Tensor, n: Tensor, r: Tensor) -> Tensor:
+    """r (dn - n mean(n dn)), in the memory of dn."""
+    return dn.addcmul_(n, (n * dn).mean(-1, keepdim=True), value=-1).mul_(r)
+
+
 class _RMSNorm(torch.autograd.Function):
     """The norm with a backward of its own: it keeps x in its dtype, nothing wide, and forms the rest again.
 
@@ -38,13 +50,10 @@ class _RMSNorm(torch.autograd.Function):
         dx = torch.empty_like(x, memory_format=torch.contiguous_format)
         dw = torch.zeros_like(weight, dtype=at_least_fp32(weight.dtype))
         for part, d, into in row_blocks(x, dy, dx):
-            wide, d = upcast(part), upcast(d)
-            r = torch.rsqrt(wide.square().mean(-1, keepdim=True) + ctx.eps)
-            n = wide * r
+            (n, r), d = _norm_and_scale(part, ctx.eps), upcast(d)
             if ctx.needs_input_grad[1]:
                 dw += (d * n.to(x.dtype)).sum(0)
-            dn = d * weight
-            into.copy_(dn.addcmul_(n, (n * dn).mean(-1, keepdim=True), value=-1).mul_(r))
+            into.copy_(_through_norm(d * weight, n, r))
         return dx, dw.to(weight.dtype), None
 
 
@@ -102,14 +111,12 @@ class _GatedNorm(torch.autograd.Function):
         dx, d_gate = (torch.empty_like(each, memory_format=torch.contiguous_format) for each in (x, gate))
         dw = torch.zeros_like(weight, dtype=at_least_fp32(weight.dtype))
         for part, g, d, into, into_gate in row_blocks(x, gate, dy, dx, d_gate):
-            wide, s = upcast(part), upcast(g).sigmoid()
-            r = torch.rsqrt(wide.square().mean(-1, keepdim=True) + ctx.eps)
-            n = wide * r
+            (n, r), s = _norm_and_scale(part, ctx.eps), upcast(g).sigmoid()
             open_d = s * d
             dw += (open_d * n).sum(0)
             dn = open_d.mul_(weight)
             into_gate.copy_((n * dn).mul_(1 - s))
-            into.copy_(torch.addcmul(dn, n, (n * dn).mean(-1, keepdim=True), value=-1).mul_(r))
+            into.copy_(_through_norm(dn, n, r))
         return dx, d_gate, dw.to(weight.dtype), None
 
 
