@@ -156,6 +156,12 @@ class K3Experts(nn.Module):
             return expand(parts, dtype, device, space)
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).to(device, dtype)
 
+    def train(self, mode: bool = True) -> "K3Experts":
+        """Switch to training or evaluation; the latter keeps no memory for gradients to come."""
+        for stack in () if mode else self.parameters(recurse=False):
+            forget_gradient(stack)
+        return super().train(mode)
+
     # -- forward ------------------------------------------------------------------------------------------------
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -177,9 +183,6 @@ class K3Experts(nn.Module):
         if implementation == "grouped_mm" and hidden_states.device.type == "cpu" and not torch.compiler.is_compiling():
             # Torch has no grouped product for a CPU, only a loop over experts; ours keeps and copies less.
             stacks = (self.gate_up_proj, self.down_proj)
-            if not self.training:
-                for stack in stacks:
-                    forget_gradient(stack)
             return combine_groups(hidden_states, top_k_index, top_k_weights, *stacks, self._apply_gate)
         combine = ALL_EXPERTS_FUNCTIONS.get_interface(implementation, None)
         return combine(self, hidden_states, top_k_index, top_k_weights)
