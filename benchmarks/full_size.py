@@ -39,19 +39,29 @@ GOALS = {
 SEED = 2026
 
 
+def read_manifest() -> dict[str, Any]:
+    """Names and shapes of all tensors of the release."""
+    return json.loads((ROOT / "tests" / "golden" / "full_manifest.json").read_text())
+
+
 def prompt(vocab: int, tokens: int) -> torch.Tensor:
     """Token ids [1, T]."""
     return torch.randint(0, vocab, (1, tokens), generator=torch.Generator().manual_seed(SEED))
 
 
-def prepare(directory: Path, manifest: dict[str, Any], depth: int, tokens: int) -> dict[str, Any]:
-    """Build the stand-in; returns what the run needs to know about it."""
-    started = time.perf_counter()
+def build(directory: Path, manifest: dict[str, Any], depth: int) -> tuple[K3Config, list, list[str]]:
+    """Write the stand-in; returns its config, its tensors and the experts that have values."""
     config = K3Config.from_pretrained(preset_path("kimi-k3"))
     config.num_hidden_layers = depth
     items = stand_in.manifest_items(manifest, depth)
     files = manifest["checkpoint_layout"]["shards"] if depth == manifest["num_layers"] else max(2, depth)
-    seeded = stand_in.build(directory, with_experts(wrapped(config), "mxfp4"), items, files, SEED)
+    return config, items, stand_in.build(directory, with_experts(wrapped(config), "mxfp4"), items, files, SEED)
+
+
+def prepare(directory: Path, manifest: dict[str, Any], depth: int, tokens: int) -> dict[str, Any]:
+    """Build the stand-in and fill what the prompt uses; returns what the run needs to know about it."""
+    started = time.perf_counter()
+    config, items, seeded = build(directory, manifest, depth)
     ids = prompt(config.vocab_size, tokens)
     config._attn_implementation = "sdpa"
     chosen = {}
@@ -165,7 +175,7 @@ def main() -> int:
     parser.add_argument("--load-only", action="store_true", help="load, write that part of the report, and stop")
     parser.add_argument("--keep", action="store_true", help="do not remove the stand-in")
     options = parser.parse_args()
-    manifest = json.loads((ROOT / "tests" / "golden" / "full_manifest.json").read_text())
+    manifest = read_manifest()
     directory = options.dir / f"stand-in-{options.layers}"
     note = options.dir / f"stand-in-{options.layers}.json"
     if options.build_only:

@@ -20,27 +20,14 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import stand_in
-from benchmarks.full_size import ROOT, SEED, prompt
+from benchmarks.full_size import ROOT, build, prompt, read_manifest
 from benchmarks.measure import Watch, machine
-from modeling_k3 import K3Cache, K3Config
-from modeling_k3.configuration import preset_path
-from modeling_k3.conversion.convert import with_experts, wrapped
+from modeling_k3 import K3Cache
 from modeling_k3.planning import load_within
 from modeling_k3.planning.expected import expected_of
 from modeling_k3.planning.shape import read_shape
 from modeling_k3.planning.sizes import format_bytes
 from modeling_k3.planning.speed import measure_machine
-
-
-def build(directory: Path, depth: int) -> None:
-    """Write the stand-in."""
-    manifest = json.loads((ROOT / "tests" / "golden" / "full_manifest.json").read_text())
-    config = K3Config.from_pretrained(preset_path("kimi-k3"))
-    config.num_hidden_layers = depth
-    files = manifest["checkpoint_layout"]["shards"] if depth == manifest["num_layers"] else max(2, depth)
-    items = stand_in.manifest_items(manifest, depth)
-    stand_in.build(directory, with_experts(wrapped(config), "mxfp4"), items, files, SEED)
 
 
 @torch.no_grad()
@@ -85,7 +72,7 @@ def main() -> int:
     options = parser.parse_args()
     directory = options.dir / f"planned-{options.layers}"
     if options.build_only:
-        build(directory, options.layers)
+        build(directory, read_manifest(), options.layers)
         return 0
     if not directory.exists():
         # In a process of its own: what building takes must not count as what running takes.
