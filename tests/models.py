@@ -103,6 +103,19 @@ def tiny_config(layers: str = "KKKMM", linear: Mapping[str, Any] | None = None, 
     return K3Config(**{**fields, **changes})
 
 
+def experts_config(experts: int, width: int, layers: int, **changes: Any) -> K3Config:
+    """A bfloat16 model that is little but experts [width, width, width]."""
+    return K3Config(
+        vocab_size=512,
+        num_hidden_layers=layers,
+        num_experts=experts,
+        moe_intermediate_size=width,
+        routed_expert_hidden_size=width,
+        dtype="bfloat16",
+        **changes,
+    )
+
+
 def variant(name: str, **changes: Any) -> K3Config:
     """The config of `VARIANTS[name]`, with further changes."""
     return tiny_config(**{**VARIANTS[name], **changes})

@@ -18,6 +18,7 @@ from modeling_k3 import K3Cache, K3Config, K3ForCausalLM
 from modeling_k3.conversion.tiny import make_tiny
 from modeling_k3.experts import iter_experts
 from modeling_k3.planning import plan_memory
+from tests.models import experts_config
 
 EXPERTS, WIDTH, LAYERS = 32, 256, 4
 ONE = 3 * WIDTH * WIDTH * 17 // 32
@@ -26,15 +27,7 @@ IDS = torch.randint(0, 512, (1, 24), generator=torch.Generator().manual_seed(1))
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = K3Config(
-        vocab_size=512,
-        num_hidden_layers=LAYERS,
-        num_experts=EXPERTS,
-        num_experts_per_token=4,
-        moe_intermediate_size=WIDTH,
-        routed_expert_hidden_size=WIDTH,
-        dtype="bfloat16",
-    )
+    config = experts_config(EXPERTS, WIDTH, LAYERS, num_experts_per_token=4)
     return make_tiny(tmp_path_factory.mktemp("residency") / "checkpoint", config, tokens=0)
 
 

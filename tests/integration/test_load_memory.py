@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from modeling_k3 import K3Config
 from modeling_k3.conversion.tiny import make_tiny
+from tests.models import experts_config
 
 EXPERTS, WIDTH, LAYERS = 64, 512, 3
 #: One layer's experts, packed at 4.25 bits and expanded to bfloat16.
@@ -46,14 +46,7 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = K3Config(
-        vocab_size=512,
-        num_hidden_layers=LAYERS,
-        num_experts=EXPERTS,
-        moe_intermediate_size=WIDTH,
-        routed_expert_hidden_size=WIDTH,
-        dtype="bfloat16",
-    )
+    config = experts_config(EXPERTS, WIDTH, LAYERS)
     return make_tiny(tmp_path_factory.mktemp("memory") / "checkpoint", config, tokens=0)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from modeling_k3 import K3Cache, K3Config, K3ForCausalLM, PrefixCache
 from modeling_k3.conversion.tiny import make_tiny
 from modeling_k3.planning import MemoryPlanError, load_within, plan_memory
+from tests.models import experts_config
 
 EXPERTS, WIDTH, LAYERS, CONTEXT = 32, 256, 4, 512
 ONE = 3 * WIDTH * WIDTH * 17 // 32
@@ -18,15 +19,7 @@ IDS = torch.randint(0, 512, (1, 80), generator=torch.Generator().manual_seed(1))
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = K3Config(
-        vocab_size=512,
-        num_hidden_layers=LAYERS,
-        num_experts=EXPERTS,
-        num_experts_per_token=4,
-        moe_intermediate_size=WIDTH,
-        routed_expert_hidden_size=WIDTH,
-        dtype="bfloat16",
-    )
+    config = experts_config(EXPERTS, WIDTH, LAYERS, num_experts_per_token=4)
     return make_tiny(tmp_path_factory.mktemp("within") / "checkpoint", config, tokens=0)
 
 

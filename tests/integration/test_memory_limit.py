@@ -28,23 +28,30 @@ BUDGET, LONG = 1024 << 20, (400, 24, 128)
 #: So that memory is about the model and not about what the backend compiles for it.
 FEW_KERNELS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
 
-_EXPECT = r"""
+#: Beginning of a child: joins the group it is given, if any, before anything is imported that takes memory.
+_JOIN = r"""
 import json, os, sys, time
-path, target, group, memory = sys.argv[1:]
+path, target, group, amount = sys.argv[1:]
 if group:
     with open(os.path.join(group, "cgroup.procs"), "w") as file:
         file.write(str(os.getpid()))
 import torch
+"""
+
+_EXPECT = (
+    _JOIN
+    + r"""
 from safetensors.torch import save_file
 from modeling_k3 import K3Cache, K3ForCausalLM
 from modeling_k3.planning.speed import expected_step, measure_machine
 torch.set_num_threads(1)
 machine = measure_machine(os.path.dirname(path), use_known=False)
-options = {"expert_memory": int(memory)} if memory != "0" else {"expert_storage": "mapped"}
+options = {"expert_memory": int(amount)} if amount != "0" else {"expert_storage": "mapped"}
 model = K3ForCausalLM.from_pretrained(path, **options).eval()
 expected = expected_step(model, machine)
 print(json.dumps({"machine": vars(machine), "expected": expected}), flush=True)
 """
+)
 
 _CHILD = (
     _EXPECT
@@ -72,13 +79,9 @@ print(json.dumps(found), flush=True)
 )
 
 
-_PLANNED = r"""
-import json, os, sys
-path, target, group, budget = sys.argv[1:]
-if group:
-    with open(os.path.join(group, "cgroup.procs"), "w") as file:
-        file.write(str(os.getpid()))
-import torch
+_PLANNED = (
+    _JOIN
+    + r"""
 from safetensors.torch import save_file
 from modeling_k3 import K3ForCausalLM
 from modeling_k3.planning import load_within
@@ -86,7 +89,7 @@ torch.set_num_threads(1)
 prompt, new, piece = LONG
 ids = torch.randint(0, 512, (1, prompt), generator=torch.Generator().manual_seed(3))
 if group:
-    model = load_within(path, int(budget), context=prompt + new, prefill_chunk=piece)
+    model = load_within(path, int(amount), context=prompt + new, prefill_chunk=piece)
     plan, stats = model.memory_plan, model.expert_residency.stats
 else:
     model = K3ForCausalLM.from_pretrained(path, expert_storage="mapped", dtype="auto")
@@ -97,6 +100,7 @@ found = model.generate(ids, max_new_tokens=new, output_logits=True, return_dict_
 save_file({"ids": found.sequences, "logits": torch.stack(found.logits)}, target)
 print(json.dumps({"plan": plan and plan.as_dict(), "stats": stats()}))
 """.replace("LONG", str(LONG))
+)
 
 
 _GREEDY = """
